@@ -10,6 +10,7 @@ import { Requests } from "./requests.js";
 import { RouterError, kill, page, setKey } from "./router.js";
 
 const LOOK_MS = 1000;
+const REFUSED_MS = 30000; // for so long it is read why a node was not killed
 const THEMES = ["auto", "light", "dark"];
 
 const figures = new Figures();
@@ -20,6 +21,8 @@ const chat = new Chat({ started: select, looked: lookedAtChat, ended: look, refu
 let selected = null; // id of the request whose timeline is shown
 let isShownWhole = false; // it has ended, and that is drawn
 let isLooking = false;
+let hiding = 0; // timer, of why a node was not killed
+const killing = new Set(); // names of nodes that are asked for
 let badKey = ""; // why what was written is no key
 
 async function look() {
@@ -71,16 +74,29 @@ function select(id) {
 }
 
 async function killNode(name) {
-  nodes.waitFor(name);
+  if (killing.has(name) || nodes.awaits(name)) return; // pressed twice
+  killing.add(name);
+  const undo = nodes.waitFor(name);
+  refused("");
   setText(byId("said"), `${name} is killed; a new one is started.`);
   try {
     await kill(name);
   } catch (error) {
-    nodes.killed.delete(name);
-    if (error instanceof RouterError) setText(byId("said"), `${name} was not killed: ${error.message}`);
-    else throw error;
+    undo();
+    setText(byId("said"), "");
+    if (!(error instanceof RouterError)) throw error;
+    refused(`Kill ${name}: ${error.message}`);
+  } finally {
+    killing.delete(name);
   }
   look();
+}
+
+function refused(text) {
+  clearTimeout(hiding);
+  byId("refused").hidden = !text;
+  setText(byId("refused"), text);
+  if (text) hiding = setTimeout(refused, REFUSED_MS, "");
 }
 
 function well(now) {

@@ -5,19 +5,22 @@ import { byId, count, el, setText } from "./dom.js";
 const STATES = ["used", "leased", "quarantined", "cached", "free"];
 const IDLE = { session: "lost", running: 0, waiting: 0, prefilling: 0, blocks: { used: 0, leased: 0, quarantined: 0, cached: 0, free: 0 } };
 const ROLES = ["prefill", "mixed", "decode"];
+const BACK_S = 30; // behind it a killed node whose successor nobody has seen can be asked for again
 
 export class Nodes {
   /** `onKill` gets the name of a node. */
   constructor(onKill) {
     this.onKill = onKill;
     this.cards = new Map();
-    this.killed = new Map(); // name -> incarnation that is to go
+    this.killed = new Map(); // name -> {id, at}: incarnation that is to go, since when
+    this.now = 0; // seconds, at the look that is shown
     const keys = STATES.map((state) => el("li", {}, el("i", { class: `swatch block-${state}` }), state));
     byId("block-key").append(...keys);
   }
 
   /** Show them; `canKill`: there is a launcher that starts new ones. */
-  show(nodes, canKill) {
+  show(nodes, canKill, now = seconds()) {
+    this.now = now;
     const shown = nodes.filter((node) => !this.#hasSuccessor(node, nodes)).concat(this.#awaited(nodes));
     const ordered = shown.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
     const list = byId("nodes");
@@ -34,27 +37,45 @@ export class Nodes {
       if (!seen.has(id)) {
         card.root.remove();
         this.cards.delete(id);
-        if (this.killed.get(card.node.name) === id) this.killed.delete(card.node.name);
+        if (this.killed.get(card.node.name)?.id === id) this.killed.delete(card.node.name);
       }
     }
     byId("no-nodes").hidden = shown.length > 0;
     byId("block-key").hidden = shown.length === 0;
   }
 
-  /** A node was asked to die: its button waits until another process has its name. */
-  waitFor(name) {
-    for (const id of this.cards.keys()) if (id.startsWith(`${name}@`)) this.killed.set(name, id);
+  /** A node is asked to die: its button waits until another process has its name, or none has come. Returns what undoes this. */
+  waitFor(name, now = seconds()) {
+    const before = this.killed.get(name);
+    const ids = [...this.cards].filter(([, card]) => card.node.name === name).map(([id]) => id);
+    if (!ids.length) return () => {};
+    const mark = { id: ids.at(-1), at: now };
+    this.killed.set(name, mark);
+    return () => {
+      if (this.killed.get(name) !== mark) return;
+      if (before) this.killed.set(name, before);
+      else this.killed.delete(name);
+    };
+  }
+
+  /** Whether it was killed, and its successor may still come. */
+  awaits(name, now = seconds()) {
+    const mark = this.killed.get(name);
+    return mark !== undefined && now - mark.at < BACK_S;
   }
 
   /** Of the killed ones those whose successors have not said hello: their cards keep their places. */
   #awaited(nodes) {
     const names = new Set(nodes.map((node) => node.name));
-    return [...this.killed.keys()].filter((name) => !names.has(name)).map((name) => ({ ...this.cards.get(this.killed.get(name)).node, ...IDLE }));
+    return [...this.killed.keys()].filter((name) => !names.has(name)).map((name) => ({ ...this.cards.get(this.killed.get(name).id).node, ...IDLE }));
   }
 
   #hasSuccessor(node, nodes) {
-    const isKilled = this.killed.get(node.name) === `${node.name}@${node.incarnation}`;
-    return isKilled && nodes.some((each) => each.name === node.name && each.incarnation !== node.incarnation);
+    return this.#isKilled(node) && nodes.some((each) => each.name === node.name && each.incarnation !== node.incarnation);
+  }
+
+  #isKilled(node) {
+    return this.killed.get(node.name)?.id === `${node.name}@${node.incarnation}`;
   }
 
   #card(node, id) {
@@ -76,11 +97,12 @@ export class Nodes {
   #fill(card, node, canKill) {
     card.node = node;
     const { text, tone } = health(node);
-    const waits = this.killed.get(node.name) === `${node.name}@${node.incarnation}`;
-    setText(card.state, waits ? "killed" : text);
-    card.state.className = `pill ${waits ? "bad" : tone}`;
+    const waits = this.#isKilled(node) && this.awaits(node.name, this.now);
+    const stayedAway = this.#isKilled(node) && !waits && node.session !== "up";
+    setText(card.state, waits ? "killed" : stayedAway ? "did not come back" : text);
+    card.state.className = `pill ${waits || stayedAway ? "bad" : tone}`;
     card.kill.hidden = !canKill;
-    card.kill.disabled = waits || node.session !== "up";
+    card.kill.disabled = waits || (node.session !== "up" && !stayedAway);
     const load = [node.role, `${node.running} running`];
     if (node.waiting) load.push(`${node.waiting} waiting`);
     if (node.prefilling) load.push(`${node.prefilling} in prefill`);
@@ -92,12 +114,16 @@ export class Nodes {
     });
     const told = STATES.filter((state) => node.blocks[state] || state === "used").map((state) => `${count(node.blocks[state])} ${state}`);
     const shown = told.length > 3 ? told.slice(0, -1) : told; // one line: what is free the bar shows
-    const none = waits ? "a new one is started" : `${count(node.num_blocks)} blocks, none told yet`;
+    const none = waits ? "a new one is started" : stayedAway ? "no new one so far; Kill starts one" : `${count(node.num_blocks)} blocks, none told yet`;
     setText(card.numbers, all ? shown.join(" · ") : none);
     card.numbers.title = told.join(" · ");
     card.bar.setAttribute("aria-label", `KV blocks: ${told.join(", ")}`);
     card.root.classList.toggle("gone", waits || node.session === "lost");
   }
+}
+
+function seconds() {
+  return performance.now() / 1000;
 }
 
 function rank(node) {

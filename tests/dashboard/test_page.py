@@ -16,6 +16,7 @@ from tests.dashboard.scripted_router import (
     STATE,
     Asked,
     ScriptedRouter,
+    node,
     request,
     scripted_router,
     state,
@@ -39,6 +40,22 @@ FIGURES: Final = """return (async (looks) => {
   return looks.map((look) => {
     figures.show(look);
     return [...values(), line().map((each) => each.split("L").length).join("+")];
+  });
+})(...arguments)"""
+
+# A card's pill, and whether its button can be pressed, after each of the given looks: seconds, nodes, whether it is killed now.
+NODES: Final = """return (async (looks) => {
+  const { Nodes } = await import("/dashboard/page/nodes.js");
+  document.getElementById("nodes").replaceChildren();
+  const nodes = new Nodes(() => {});
+  let undo = () => {};
+  return looks.map(([now, given, act]) => {
+    if (act === "kill") undo = nodes.waitFor("decode-0", now);
+    if (act === "undo") undo();
+    nodes.show(given, true, now);
+    return [...document.querySelectorAll("#nodes .node")].map((each) => {
+      return `${each.querySelector(".pill").textContent}, ${each.querySelector(".kill").disabled ? "waits" : "can be killed"}`;
+    });
   });
 })(...arguments)"""
 
@@ -259,3 +276,44 @@ def test_below_an_answer_that_was_stopped_stands_how_it_ended_though_the_router_
         page.wait("return document.querySelectorAll('.cursor').length === 0")
         page.wait("return document.querySelector('.answer .meta').textContent.endsWith('aborted')")
         page.wait("return !document.querySelector('.answer .kill')?.offsetParent")
+
+
+def test_a_killed_node_whose_successor_does_not_come_can_be_asked_for_again(page: Browser) -> None:
+    looks = [
+        *((0, [node()], ""), (1, [node()], "kill"), (2, [], ""), (30, [], ""), (31.5, [], "")),
+        *((40, [], "kill"), (41, [], "undo"), (50, [], "kill"), (55, [node(incarnation="2")], "")),
+        *((60, [node(incarnation="2")], "kill"), (91, [node(incarnation="2")], "")),
+    ]
+    assert page.run(NODES, looks) == [
+        *(["up, can be killed"], ["killed, waits"], ["killed, waits"], ["killed, waits"]),
+        *(["did not come back, can be killed"], ["killed, waits"], ["did not come back, can be killed"]),
+        *(["killed, waits"], ["up, can be killed"], ["killed, waits"], ["up, can be killed"]),
+    ]
+
+
+def test_a_button_that_is_pressed_twice_kills_once_and_why_a_node_was_not_killed_is_seen(
+    page: Browser, router: ScriptedRouter
+) -> None:
+    go_on = threading.Event()
+
+    def killed(name: str) -> Asked:
+        go_on.wait(WAIT_S)
+        return 200, {"killed": name}
+
+    reason = "return document.getElementById('refused').offsetParent && document.getElementById('refused').textContent"
+    pill = "return document.querySelector('.node .pill').textContent"
+    router.kill = lambda name: (409, {"error": {"message": f"{name} is still starting."}})
+    page.click(".node .kill")
+    assert page.wait(reason) == "Kill decode-0: decode-0 is still starting."
+    page.wait("return !document.querySelector('.node .kill').disabled")
+    router.kill = killed
+    page.run("const kill = document.querySelector('.node .kill'); kill.click(); kill.click()")
+    assert not page.run(reason)
+    page.wait(f"{pill} === 'killed'")
+    go_on.set()
+    looked(router)
+    page.run("const kill = document.querySelector('.node .kill'); kill.disabled = false; kill.click()")
+    looked(router)
+    assert router.killed == ["decode-0"] * 2 and page.run(pill) == "killed"
+    assert not page.run(reason)
+    page.log()  # of what could not be loaded
