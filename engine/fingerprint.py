@@ -37,7 +37,7 @@ class Fingerprint:
     dtype: str  # "fp32", "bf16" or "fp16"
     block_size: int
     weights: str  # hex SHA-256 over config.json and headers, sizes and samples of the weight files
-    kernels: str  # the back end, and which vector instructions it was compiled for
+    kernels: str  # the back end, which vector instructions it was compiled for, and what angles it rotates by
 
     def to_bytes(self) -> bytes:
         """Same fields, same bytes, on every machine: what block keys are seeded with."""

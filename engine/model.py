@@ -77,6 +77,11 @@ class Model:
     split: Split = WHOLE  # which columns of its linears are here
     ranks: Ranks | None = None  # who has the others
 
+    @property
+    def bits_name(self) -> str:
+        """What computes: two of one name compute the same bits."""
+        return f"{self.kernels.name}-{self.angles.digest}"
+
     def first_layers(self, count: int) -> Model:
         """The same model with fewer layers; weights are shared."""
         layers = self.layers[:count]

@@ -170,7 +170,9 @@ def _heads(source: Settings, family: _Family, hidden_size: int) -> tuple[int, in
 
 
 def _longest(rope: RopeConfig, max_positions: int) -> int:
-    """Tokens that the model was made for: yarn's model cards name the length before scaling, or after."""
+    """Tokens that the model was made for: model cards name the length before scaling, or after."""
+    if rope.kind == "linear":
+        return max(max_positions, int(rope.factor * max_positions))
     return max(max_positions, int(rope.factor * rope.original_positions)) if rope.kind == "yarn" else max_positions
 
 

@@ -6,6 +6,7 @@ Not here: applying them (kernels), reading the settings (engine/rope_config.py).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Final
 
@@ -42,6 +43,12 @@ class Angles:
     def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> Angles:
         """A model's, on its device."""
         return cls(inverse_frequencies(rope, head_dim).to(device), attention_factor(rope))
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that tell these angles from those whose last bits differ: another CPU's, device's or torch's may."""
+        tables = (self._frequencies, *(each[:_FIRST_POSITIONS] for each in self.up_to(_FIRST_POSITIONS)))
+        return hashlib.sha256(b"".join(each.cpu().numpy().tobytes() for each in tables)).hexdigest()[:8]
 
     def up_to(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin of at least positions 0 .. num_positions - 1, each [positions, head_dim / 2] fp32."""

@@ -127,7 +127,7 @@ def build_engine(
         _one_rank(config, sizes, dtype, device) if config.tp == 1 else _several_ranks(config, sizes, dtype, device)
     )
     model = machine.model
-    fields = _fingerprint(config, dtype, model.kernels.name, state)
+    fields = _fingerprint(config, dtype, model.bits_name, state)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
     scheduling = scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)

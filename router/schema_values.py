@@ -17,7 +17,7 @@ _WIDEST: Final = 2**63
 
 
 def followed(schema: Any) -> Any:
-    """A schema that was checked, with its patterns as xgrammar follows them."""
+    """A schema that was checked, with its patterns and the items of its arrays as xgrammar follows them."""
     if not isinstance(schema, dict):
         return schema
     told = dict(schema)
@@ -31,7 +31,14 @@ def followed(schema: Any) -> Any:
                 told[name] = followed(value)
             case "prefixItems" | "anyOf" | "allOf":
                 told[name] = [followed(each) for each in value]
+    if "items" not in schema and _counts_unnamed_items(schema):
+        told["items"] = True  # anything, as where nothing is counted either; it would allow none
     return told
+
+
+def _counts_unnamed_items(schema: Mapping[str, Any]) -> bool:
+    num_named = len(schema.get("prefixItems", ()))
+    return schema.get("minItems", 0) > num_named or ("maxItems" in schema and not num_named)
 
 
 def has_number(schema: Mapping[str, Any], decimals: int) -> bool:

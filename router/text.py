@@ -164,16 +164,19 @@ class ModelText:
     def _find_stop_token_ids(
         self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """End-of-sequence ids: the first that says so of generation config, model config, tokenizer config."""
+        """End-of-sequence ids: those of the generation config, or else of the model config, and the tokenizer's own.
+
+        A chat model that was made of a base one may have the end of a turn in its tokenizer alone, and the base's end of a text in
+        its config.
+        """
         found = generation.get("eos_token_id")
         if found is None:
             found = config.get("eos_token_id")
-        if found is None and "eos_token" in self._special_tokens:
-            found = self._tokenizer.token_to_id(self._special_tokens["eos_token"])
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(each) is int and 0 <= each < self.vocab_size for each in ids):
             raise ModelDirectoryError(f"{directory}: eos_token_id {found}: must be token ids below {self.vocab_size}")
-        return tuple(ids)
+        own = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
 
 
 # ---------------------------------------------------------------- files

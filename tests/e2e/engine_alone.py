@@ -39,7 +39,7 @@ def engine_alone(
     if memory is None:
         memory = KvMemory(model.config, block_size, num_blocks, dtype, device, copies=model.kernels)
     pool = BlockPool(num_blocks, block_size)
-    key_seed = seed_key(fingerprint_fields(model_dir, dtype, block_size, model.kernels.name).to_bytes())
+    key_seed = seed_key(fingerprint_fields(model_dir, dtype, block_size, model.bits_name).to_bytes())
     scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, chunk_tokens, max_model_len), pool, key_seed)
     grammars = Grammars(model_dir, model.config.vocab_size)
     return LocalEngine(scheduler, TorchRunner(model, memory, NUM_SLOTS, max_model_len, grammars=grammars))

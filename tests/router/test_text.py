@@ -253,9 +253,7 @@ def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> No
 
 
 @pytest.mark.covers("M03")
-def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_from_the_tokenizer(
-    tmp_path: Path,
-) -> None:
+def test_stop_tokens_are_those_of_the_generation_config_or_of_the_model_and_the_tokenizers_own(tmp_path: Path) -> None:
     directory = write_model_text(tmp_path)
     assert ModelText(directory).stop_token_ids == (EOS_ID, TURN_ID)
     (directory / "generation_config.json").unlink()
@@ -264,6 +262,9 @@ def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_fr
     assert ModelText(directory).stop_token_ids == (EOS_ID,)
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
     assert ModelText(directory).stop_token_ids == (EOS_ID,)
+    # A chat model made of a base one: the end of a turn is in its tokenizer alone.
+    (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": TURN_ID}))
+    assert ModelText(directory).stop_token_ids == (TURN_ID, EOS_ID)
 
 
 @pytest.mark.parametrize(
