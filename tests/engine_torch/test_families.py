@@ -223,3 +223,31 @@ def test_settings_of_a_family_that_are_left_out_are_those_of_transformers(tmp_pa
         assert (ours.rms_norm_eps, ours.ties_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
         assert ours.windows == (getattr(theirs, "sliding_window", None),) * 2
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (None, 4096),
+        ({"type": "linear", "factor": 4.0}, 16384),
+        ({"type": "linear", "factor": 0.5}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            },
+            4096,
+        ),
+    ],
+)
+def test_a_model_may_be_as_long_as_its_scaling_was_made_for(
+    own_model_dir: Path, rope: dict[str, Any] | None, longest: int
+) -> None:
+    path = own_model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 4096, "rope_scaling": rope}))
+    assert read_model_config(own_model_dir).max_position_embeddings == longest

@@ -282,33 +282,6 @@ def test_whatever_numbers_a_rope_has_it_is_computed_or_refused(own_model_dir: Pa
     Angles.of(config.rope, config.head_dim, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("rope", "longest"),
-    [
-        (None, 4096),
-        ({"type": "linear", "factor": 4.0}, 16384),
-        ({"type": "linear", "factor": 0.5}, 4096),
-        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
-        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 1024,
-            },
-            4096,
-        ),
-    ],
-)
-def test_a_model_may_be_as_long_as_its_scaling_was_made_for(
-    own_model_dir: Path, rope: dict[str, Any] | None, longest: int
-) -> None:
-    edit_json(own_model_dir / "config.json", max_position_embeddings=4096, rope_scaling=rope)
-    assert read_model_config(own_model_dir).max_position_embeddings == longest
-
-
 def test_the_bounds_of_a_head_are_the_compiled_kernels() -> None:
     assert MAX_HEAD_DIM == cpu_library.MAX_HEAD_DIM
 
