@@ -110,4 +110,20 @@ MUTANTS: Final = (
         "",
         _DIRECTORY,
     ),
+    Mutant(
+        "the-tokenizers-end-is-none",
+        "A chat model whose tokenizer alone knows the end of a turn goes on behind it.",
+        "router/text.py",
+        "return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))",
+        "return tuple(ids)",
+        _TEXT,
+    ),
+    Mutant(
+        "angles-of-another-torch-pass",
+        "Nodes whose rotations differ in the last bit hand KV to each other.",
+        "engine/model.py",
+        'return f"{self.kernels.name}-{self.angles.digest}"',
+        "return self.kernels.name",
+        ("tests/engine_torch/test_angles.py",),
+    ),
 )

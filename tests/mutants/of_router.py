@@ -265,4 +265,28 @@ MUTANTS: Final = (
         "return []",
         ("tests/router/test_workers.py",),
     ),
+    Mutant(
+        "a-balancer-turns-away-what-would-wait",
+        "While a node's successor loads, the router is taken out of service, though it lets requests wait for it.",
+        "router/core.py",
+        "return [] if waits and not self._entrance.has_given_up else self._nodes.missing()",
+        "return self._nodes.missing()",
+        ("tests/router/test_admission.py",),
+    ),
+    Mutant(
+        "a-drained-routers-connections-are-kept",
+        "Clients that keep connections for later find a router that has gone, or a 503.",
+        "router/process.py",
+        "    http.close_idle()\n",
+        "",
+        ("tests/router/test_draining.py",),
+    ),
+    Mutant(
+        "pages-names-are-kept",
+        "A worker keeps a lock for every page that it was ever asked for.",
+        "router/worker_end.py",
+        "                del self._asking[page]\n",
+        "                pass\n",
+        ("tests/router/test_worker_link.py",),
+    ),
 )
