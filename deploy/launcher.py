@@ -102,6 +102,7 @@ class _Launcher:
         self._replacements: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._num_running = 0
+        self._lacking: list[str] = []  # before it is ready, as a router has said
         self._waits_for_ends: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[ChildProcess] = asyncio.Queue()
         self._first_end: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
@@ -122,8 +123,10 @@ class _Launcher:
             start.result()
             return await self._watch(stopped)
         except TimeoutError:
-            waited_s = self._config.start_timeout_s
-            sys.stderr.write(f"baton up: not ready after {waited_s:g} s; see the logs in {self._config.run_dir}\n")
+            waited_s, lacking = self._config.start_timeout_s, ", ".join(self._lacking)
+            told = "; ".join(f"{each.name} said last: {each.last_sentence()}" for each in self._children[:1])
+            sys.stderr.write(f"baton up: not ready after {waited_s:g} s{lacking and f': {lacking}'}; {told}\n")
+            sys.stderr.write(f"baton up: see the logs in {self._config.run_dir}\n")
             return 1
         except _CannotStart as error:
             sys.stderr.write(f"baton up: {error}\n")
@@ -262,6 +265,7 @@ class _Launcher:
             while True:
                 with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself
                     ready = await client.get("/ready")
+                    self._lacking = [*ready.json()["missing"], *ready.json()["degraded"]]
                     is_whole = not self._config.may_prefill or not ready.json()["degraded"]
                     if ready.status_code == httpx.codes.OK and is_whole:
                         return

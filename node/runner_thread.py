@@ -19,6 +19,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from engine.plan import Launched, Launcher, Plan, StepResult
@@ -66,7 +67,8 @@ class RunnerThread:
             self._run_plans()
         finally:
             # An exception goes on to threading.excepthook, which writes its traceback.
-            self._loop.call_soon_threadsafe(self.ended.set_result, None)
+            with suppress(RuntimeError):  # of a loop that did not wait for a thread that hung
+                self._loop.call_soon_threadsafe(self.ended.set_result, None)
 
     def _run_plans(self) -> None:
         launched: Launched | None = None  # and not read yet

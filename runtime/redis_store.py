@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from proto import baton_pb2 as pb
@@ -144,7 +146,11 @@ class RedisStore:
 
 
 def _word_for(error: Exception) -> str:
-    """Its kind and, where Redis has said one, the code: the rest of its text might quote what it was given."""
+    """Its kind and, where Redis or TLS has said one, the code: the rest of its text might quote what it was given."""
+    if isinstance(cause := error.__cause__ or error.__context__, ssl.SSLError) and cause.reason:
+        return f"SSLError:{cause.reason}"
+    if type(error) is RedisConnectionError and " connecting to " not in str(error):
+        return "ConnectionError:CLOSED"
     code = re.match(r"[A-Z]{2,20}\b", str(error))
     return type(error).__name__ + (f":{code[0]}" if code else "")
 

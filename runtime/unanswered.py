@@ -20,6 +20,17 @@ _OF_GRPC: Final = (  # what its words have in them, and what that comes of
     ("Connection reset", "who listens there hangs up; where processes have certificates --tls-dir DIR is needed"),
     ("lookup failed", "no such host"),
 )
+_OF_TLS: Final = {
+    "WRONG_VERSION_NUMBER": "speaks no TLS there; is it redis://?",
+    "RECORD_LAYER_FAILURE": "speaks no TLS there; is it redis://?",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is refused here; the option ssl_ca_certs names the authority that signed it",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "the file of its option ssl_ca_certs holds no certificate, as PEM",
+}
+_OF_REDIS: Final = {
+    "ConnectionError": _NOBODY,
+    "ConnectionError:CLOSED": "who listens there hangs up; is it rediss://?",
+    "TimeoutError": "who listens there says nothing; a Redis without TLS does so where it is asked by rediss://",
+}
 
 
 def why_no_http(told: str, url: str, authority: str) -> str | None:
@@ -46,9 +57,9 @@ def why_no_grpc(details: str) -> str:
 
 def why_no_redis(word: str) -> str:
     """Of a registry in Redis; `word` is the kind of error that its store names."""
-    return {"ConnectionError": _NOBODY, "TimeoutError": "who listens there says nothing"}.get(
-        word, f"cannot be read: {word}"
-    )
+    if (of_tls := word.removeprefix("SSLError:")) != word:
+        return _OF_TLS.get(of_tls, f"no TLS comes about with who listens there: {of_tls}")
+    return _OF_REDIS.get(word, f"cannot be read: {word}")
 
 
 def why_no_entry(has_key: bool) -> str:

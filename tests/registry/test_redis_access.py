@@ -11,6 +11,7 @@ import pytest
 
 from runtime.redis_store import RedisStore
 from runtime.registry_client import RegistryUnreachable
+from runtime.unanswered import why_no_redis
 from tests.registry.redis_server import started_redis
 from tests.registry.test_listing import entry
 
@@ -88,6 +89,12 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
     flags = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
     with started_redis(tmp_path, *flags, "--tls-port", "{port}", "--port", "0", url=trusting) as redis:
         assert registered(redis.url) == ["decode-0"]
-        for url in (f"rediss://127.0.0.1:{redis.port}/0", f"redis://127.0.0.1:{redis.port}/0"):
-            with pytest.raises(RegistryUnreachable):
+        over_tls = f"rediss://127.0.0.1:{redis.port}/0"
+        for url, sentence in (
+            (over_tls, "its certificate is refused here; the option ssl_ca_certs names the authority that signed it"),
+            (f"{over_tls}?ssl_ca_certs={key}", "the file of its option ssl_ca_certs holds no certificate, as PEM"),
+            (f"redis://127.0.0.1:{redis.port}/0", "who listens there hangs up; is it rediss://?"),
+        ):
+            with pytest.raises(RegistryUnreachable) as failure:
                 registered(url)
+            assert why_no_redis(str(failure.value)) == sentence
