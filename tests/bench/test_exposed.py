@@ -30,8 +30,10 @@ def test_a_tiny_run_asks_the_cluster_and_writes_what_it_said(tiny_model: Path, t
         (transport, length) for transport in ("shm", "zmq") for length in (64, 200)
     }
     for each in result["figures"]:
-        assert len(each["shares"]) == 2 and each["prefill_s"] > 0 and each["exposed_s"] > 0
-        assert each["exposed_s"] < 10 * each["prefill_s"] + 10
+        assert len(each["shares"]) == 2 and each["prefill_s"] > 0
+        # 0 where a busy router has heard the receiver's first token before it heard of the last chunk.
+        assert 0 <= each["exposed_s"] < 10 * each["prefill_s"] + 10
+    assert any(each["exposed_s"] > 0 for each in result["figures"])
     assert "| zmq | 200 |" in page(result)
 
 
