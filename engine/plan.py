@@ -79,8 +79,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first, of equals the lowest id
 
 
-@dataclass(frozen=True, slots=True)
-class SlotStart:
+class SlotStart(NamedTuple):
     """A slot's new owner; takes effect before the plan's rows."""
 
     slot: int
@@ -96,8 +95,7 @@ class SlotStart:
     branch_seeds: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk(NamedTuple):
     """Positions start .. start + len(token_ids) of one sequence, computed in this step."""
 
     slot: int

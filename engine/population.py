@@ -39,7 +39,7 @@ class Population:
     """Owned by the scheduler."""
 
     def __init__(self, pool: BlockPool, num_slots: int, key_seed: bytes) -> None:
-        self.slots = Slots(num_slots)
+        self.slots = Slots(num_slots, pool.block_size)
         self.waiting: OrderedDict[Hashable, Waiting] = OrderedDict()
         self.admitted: dict[Hashable, Sequence] = {}  # all that hold a slot
         self.paused: dict[Hashable, Sequence] = {}  # hold blocks, and a reserved slot where they may go on at once

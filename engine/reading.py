@@ -107,19 +107,18 @@ class Reader:
                 is_plain[index] = False
         for index in (is_plain & slots.may_stop(token_ids)).nonzero()[0].tolist():
             is_plain[index] = token_ids.item(index) not in slots[rows.item(index)].spec.stop_token_ids
-        slots.num_computed[rows[is_plain]] = ends[is_plain]
         # A block that a row filled is full of tokens that were known before this step's: its key needs none of them.
         fills_block = is_plain & (ends % self._room.block_size == 0)
-        filled = zip(map(slots.__getitem__, rows[fills_block].tolist()), ends[fills_block].tolist(), strict=True)
-        self._room.publish_each(filled)
-        plain = rows[is_plain]
-        told = token_ids[is_plain].tolist()
-        for append, token_id in zip(slots.appends[plain].tolist(), told, strict=True):
-            append(token_id)
+        filled = list(map(slots.__getitem__, rows[fills_block].tolist()))
+        for sequence in filled:
+            slots.catch_up(sequence)
+        self._room.publish_each(zip(filled, ends[fills_block].tolist(), strict=True))
+        plain, num_computed, said = rows[is_plain], ends[is_plain], token_ids[is_plain]
+        slots.say_each(plain, num_computed, said)
         others = [
             each for index in (~is_plain).nonzero()[0].tolist() for each in self._read(decodes[index], result[index])
         ]
-        return Progresses(slots.sequence_ids[plain].tolist(), ends[is_plain].tolist(), told, others)
+        return Progresses(slots.sequence_ids[plain].tolist(), num_computed.tolist(), said.tolist(), others)
 
     def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
         """What one row or mark gave."""
@@ -147,6 +146,7 @@ class Reader:
                 num_computed, samples = row.position + 1, True
             case PrefillChunk():
                 num_computed, samples = row.start + len(row.token_ids), row.samples
+        self._all.slots.catch_up(sequence)
         self._all.slots.num_computed[row.slot] = num_computed
         if token_id in ENDS_OF_ROWS:
             sequence.is_broken = True
@@ -176,6 +176,7 @@ class Reader:
         """The runner is done with a marked slot: all that its owner generated has been read before this."""
         if self.is_finished(sequence):  # meanwhile, or aborted
             return []
+        self._all.slots.catch_up(sequence)
         is_paused = sequence.is_pausing
         num_computed = int(self._all.slots.num_computed[sequence.slot])
         self._room.publish(sequence, num_computed, decodes=True)  # what it computed again, before it comes to decode

@@ -30,7 +30,7 @@ class Slots:
     The arrays are [num_slots]; but for generations, what they say of a slot that nobody owns means nothing.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, block_size: int) -> None:
         self.owners: list[Sequence | None] = [None] * num_slots
         self.generations = np.zeros(num_slots, np.int64)
         self.phases = np.full(num_slots, Phase.WAITING, np.int8)  # of the owner; WAITING: there is none
@@ -47,7 +47,9 @@ class Slots:
         self.is_promised = np.zeros(num_slots, np.bool_)  # admitted with its prompt's blocks promised, or more
         self.is_lending = np.zeros(num_slots, np.bool_)
         self.sequence_ids = np.full(num_slots, None, object)
-        self.appends = np.full(num_slots, None, object)  # the owner's token_ids.append
+        # By position within its block, the tokens that the owner has said since say_each() was first told of them; at most a
+        # block's, those that its token_ids lack among them: catch_up().
+        self._recent = np.zeros((num_slots, block_size), np.uint32)
         self._num_stopped = np.zeros(1, np.int64)  # by token id: owners that it ends; behind all that end any, a 0
         self._is_decoding = np.zeros(num_slots, np.bool_)
         self._by_age: NDArray[np.int64] | None = None  # those that decode; None: somebody came or went
@@ -99,7 +101,22 @@ class Slots:
         """Completion tokens that each ends with at the latest."""
         return self.num_said[slots] + self.ends[slots] - self.begins[slots]
 
+    def say_each(self, slots: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Each owner has said one more token, the one at this position, and computed all before it.
+
+        It is not in the owner's token_ids before catch_up(), which is due before the token that begins the next block.
+        """
+        self.num_computed[slots] = positions
+        self._recent[slots, positions % self._recent.shape[1]] = token_ids
+
     # One by one
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Put what it has said into its token_ids; at all times but in say_each() those end behind what it computed."""
+        token_ids, slot = sequence.token_ids, sequence.slot
+        if (num_missing := self.num_computed.item(slot) + 1 - len(token_ids)) > 0:
+            first = len(token_ids) % self._recent.shape[1]
+            token_ids.frombytes(self._recent[slot, first : first + num_missing].tobytes())
 
     def phase_of(self, sequence: Sequence) -> Phase:
         """How far it is."""
@@ -162,23 +179,23 @@ class Slots:
         self.num_said[slot] = spec.num_generated
         self.is_promised[slot] = sequence.num_promised > 0
         self.is_lending[slot] = sequence.is_lending
-        self.sequence_ids[slot], self.appends[slot] = spec.sequence_id, sequence.token_ids.append
+        self.sequence_ids[slot] = spec.sequence_id
         self._count_stops(sequence, 1)
 
     def vacate(self, sequence: Sequence) -> None:
         """No unread step has a row of its owner."""
         self.owners[sequence.slot] = None
-        self.sequence_ids[sequence.slot] = self.appends[sequence.slot] = None
+        self.sequence_ids[sequence.slot] = None
         self._count_stops(sequence, -1)
         self.set_phase(sequence, Phase.WAITING)
         self._free.append(sequence.slot)
 
     def _count_stops(self, sequence: Sequence, number: int) -> None:
-        stops = list(sequence.spec.stop_token_ids)  # below the vocabulary's size: node/validate.py
-        if stops:
-            if (num_more := max(stops) + 2 - len(self._num_stopped)) > 0:
-                self._num_stopped = np.pad(self._num_stopped, (0, num_more))
-            self._num_stopped[stops] += number
+        stops = sequence.spec.stop_token_ids  # below the vocabulary's size: node/validate.py
+        if stops and (num_more := max(stops) + 2 - len(self._num_stopped)) > 0:
+            self._num_stopped = np.pad(self._num_stopped, (0, num_more))
+        for stop in stops:
+            self._num_stopped[stop] += number
 
     def snapshot(self) -> dict[str, object]:
         """Every slot's owner and generation."""

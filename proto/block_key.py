@@ -26,7 +26,8 @@ def seed_key(fingerprint: bytes) -> bytes:
 
 def next_key(previous: bytes, token_ids: Sequence[int], extra: Iterable[bytes] = ()) -> bytes:
     """The key of a full block that holds `token_ids`, behind the block with key `previous`."""
-    digest = hashlib.sha256(previous + array("I", token_ids).tobytes())
+    in_four_bytes = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
+    digest = hashlib.sha256(previous + in_four_bytes.tobytes())
     for item in extra:
         digest.update(len(item).to_bytes(4, "little") + item)
     return digest.digest()

@@ -178,10 +178,10 @@ MUTANTS: Final = (
         "published-before-read",
         "A block is offered to the prefix cache a step early, with a last token whose KV is not there yet.",
         "engine/reading.py",
-        "        fills_block = is_plain & (ends % self._room.block_size == 0)\n        filled = zip(",
-        "        fills_block = is_plain & ((ends + 1) % self._room.block_size == 0)\n"
-        "        filled = ((slots[slot], end + 1) for slot, end in zip(rows[fills_block].tolist(), ends[fills_block].tolist()))"
-        "\n        _ = zip(",
+        "        fills_block = is_plain & (ends % self._room.block_size == 0)\n        filled = list(",
+        "        plain, num_computed, said = rows[is_plain], ends[is_plain], token_ids[is_plain]\n"
+        "        slots.say_each(plain, num_computed, said)\n        ends = ends + 1\n"
+        "        fills_block = is_plain & (ends % self._room.block_size == 0)\n        filled = list(",
         _RANDOM,
     ),
     Mutant(
