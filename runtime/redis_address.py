@@ -7,6 +7,7 @@ meaning in a URL is percent-encoded. Loads no Redis client: flags are checked be
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
@@ -17,7 +18,7 @@ DEFAULT_PORT: Final = 6379
 
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_FILES: Final[tuple[str, ...]] = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _CHOICES: Final = {"ssl_cert_reqs": ("none", "optional", "required"), "ssl_check_hostname": ("true", "false")}
 _TLS_OPTIONS: Final = frozenset({*_FILES, *_CHOICES})
 _FORMS: Final = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
@@ -91,9 +92,34 @@ def url_problem(registry: str, others: str = "") -> str | None:
 
 
 def file_problem(url: str) -> str | None:
-    """Which file that its options name is not there, in a phrase; for a URL that has no url_problem."""
+    """Which file that its options name cannot be used, in a phrase; for a URL that has no url_problem."""
     options = parse_qs(urlsplit(url).query, keep_blank_values=True)
-    for name in _FILES:
-        if name in options and not Path(options[name][0]).is_file():
-            return f"the option {name} must name a file, and {options[name][0]!r} is none"
+    files = {name: options[name][0] for name in _FILES if name in options}
+    for name, path in files.items():
+        if not Path(path).is_file():
+            return f"the option {name} must name a file, and {path!r} is none"
+    return _tls_problem(files) if files else None
+
+
+def _tls_problem(files: Mapping[str, str]) -> str | None:
+    import ssl  # 15 ms, for those who ask for it
+
+    from runtime.unanswered import why_no_authority
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if (path := files.get("ssl_ca_certs")) is not None:
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:  # an SSLError is one
+            return f"the file of its option ssl_ca_certs {why_no_authority(error)}"
+    if (path := files.get("ssl_certfile")) is not None:
+        try:
+            context.load_cert_chain(
+                path, files.get("ssl_keyfile"), password=""
+            )  # else OpenSSL asks who is at the terminal
+        except ssl.SSLError:
+            named = "ssl_certfile and ssl_keyfile" if "ssl_keyfile" in files else "ssl_certfile"
+            return f"its option {named} must name a certificate and its key, as PEM that is not encrypted"
+        except OSError as error:
+            return f"the file of its option ssl_certfile or ssl_keyfile cannot be read: {error.strerror}"
     return None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from urllib.parse import urlencode
+
 import pytest
+from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.redis_address import registry_problem, shown
+from tests.security.strangers import make_certificates
 
 SECRET = "hunter2"
 
@@ -18,8 +23,7 @@ SECRET = "hunter2"
         "redis://127.0.0.1:6379/0",
         "redis://registry.example",
         f"redis://user:{SECRET}@[::1]:6379/15",
-        f"rediss://:{SECRET}@host:6380/0?ssl_ca_certs={__file__}&ssl_check_hostname=false&ssl_cert_reqs=none",
-        f"rediss://host?ssl_certfile={__file__}",
+        f"rediss://:{SECRET}@host:6380/0?ssl_check_hostname=false&ssl_cert_reqs=none",
         f"redis://:{SECRET}%40%23%2f@host/3",
         "unix:///run/redis/redis.sock?db=2",
     ],
@@ -65,6 +69,35 @@ def test_refused_with_a_sentence_without_the_secret(url: str, says: str) -> None
     assert problem is not None and problem.startswith("--registry ")
     assert says in problem
     assert SECRET not in problem
+
+
+def test_files_of_certificates_are_looked_into_before_anything_starts(tmp_path: Path) -> None:
+    ours, others = (make_certificates(tmp_path / name) for name in ("ours", "others"))
+    locked = tmp_path / "locked.key"
+    key = serialization.load_pem_private_key((ours / "tls.key").read_bytes(), None)
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(SECRET.encode()),
+        )
+    )
+
+    def said(**options: Path | str) -> str | None:
+        return registry_problem(
+            f"rediss://:{SECRET}@host?{urlencode({f'ssl_{k}': v for k, v in options.items()})}", None
+        )
+
+    assert said(ca_certs=ours / "ca.crt", certfile=ours / "tls.crt", keyfile=ours / "tls.key") is None
+    for options, sentence in (
+        ({"ca_certs": ours / "tls.key"}, "the file of its option ssl_ca_certs holds no certificate, as PEM"),
+        ({"ca_certs": __file__}, "the file of its option ssl_ca_certs holds no certificate, as PEM"),
+        ({"certfile": ours / "tls.crt"}, "ssl_certfile must name a certificate and its key, as PEM"),
+        ({"certfile": ours / "tls.crt", "keyfile": others / "tls.key"}, "ssl_certfile and ssl_keyfile must name"),
+        ({"certfile": ours / "tls.crt", "keyfile": locked}, "as PEM that is not encrypted"),
+    ):
+        problem = said(**options)
+        assert problem is not None and sentence in problem and SECRET not in problem, problem
 
 
 def test_a_namespace_is_a_short_word_and_means_something_in_redis_only() -> None:
