@@ -89,8 +89,8 @@ class Slots:
         return np.flatnonzero((self.phases != _WAITING) & ~self._is_decoding)
 
     def may_stop(self, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each ends some owner, be it not the one who said it; what is no token (below 0) ends nobody."""
-        is_stop: NDArray[np.bool_] = self._num_stopped[token_ids.clip(-1, len(self._num_stopped) - 1)] > 0
+        """Whether each ends some owner, be it not the one who said it; of what is no token (below 0) this says nothing."""
+        is_stop: NDArray[np.bool_] = self._num_stopped.take(token_ids, mode="clip") > 0
         return is_stop
 
     def num_remaining(self) -> NDArray[np.int64]:
