@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.answer import Arrival, Asked, Delivery
 from router.canary import AlreadyLooking, DeepLook
 from router.chat_types import ChatBody
-from router.dashboard import AllWorkers, Dashboard, PartsOfPage
+from router.dashboard import AllWorkers, Dashboard
 from router.gate import OVER_LIMIT, account_of
 from router.intake import Intake, IntakeLimits, off_loop
 from router.launcher_link import LauncherLink
@@ -58,6 +58,7 @@ from router.worker_pages import (
     STATE,
     TIMELINE,
     found_timeline,
+    no_timeline,
     whole_requests,
     whole_state,
 )
@@ -112,10 +113,7 @@ class Api:
         self._shell = shell
         self._text = text
         self._settings = settings
-        self._worker: int = 0
-        self._all: PartsOfPage | None = None
-        if settings.all_workers is not None:
-            self._worker, self._all = settings.all_workers.index, settings.all_workers.parts
+        self._workers = settings.all_workers
         limits = IntakeLimits(
             settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n, settings.tool_parser
         )
@@ -204,16 +202,16 @@ class Api:
         """Prometheus text; what names clients only for one of them."""
         names_clients = account_of(request) is not None
         text: bytes | str
-        if self._all is None:
+        if self._workers is None:
             text = self._shell.metrics.render(names_clients=names_clients)
         else:
-            text = merged(await self._all(METRICS_OF_CLIENTS if names_clients else METRICS))
+            text = merged(await self._workers.parts(METRICS_OF_CLIENTS if names_clients else METRICS))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self) -> Response:
         """The nodes, as they are."""
-        if self._all is not None:
-            return json_answer(whole_state(await self._all(STATE), self._worker))
+        if (workers := self._workers) is not None:
+            return json_answer(whole_state(await workers.parts(STATE), workers.index))
         return json_answer(self._sight.state())
 
     async def requests(self, request: Request) -> Response:
@@ -221,19 +219,20 @@ class Api:
         limit = request.query_params.get("limit", str(USUALLY_LISTED))
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
             return refusal(bad_request("limit", f"must be a whole number, not {shown(limit)}"), id_header(request))
-        if self._all is not None:
-            return json_answer(whole_requests(await self._all(REQUESTS + limit), int(limit)))
+        if self._workers is not None:
+            return json_answer(whole_requests(await self._workers.parts(REQUESTS + limit), int(limit)))
         return json_answer(self._sight.requests(int(limit)))
 
     async def timeline(self, name: str, request: Request) -> Response:
         """Where one request's time went, and what happened to it."""
-        of_all = None if self._all is None else await self._all(TIMELINE + name)
-        found = self._sight.timeline(name) if of_all is None else found_timeline(of_all)
+        num_answered = num_workers = 1
+        if self._workers is None:
+            found = self._sight.timeline(name)
+        else:
+            texts = await self._workers.parts(TIMELINE + name)
+            found, num_answered, num_workers = found_timeline(texts), len(texts), self._workers.number
         if found is None:
-            error = ApiError(
-                404, f"There is no timeline of {shown(name)}; the newest are at /v1/requests.", code="not_found"
-            )
-            return refusal(error, id_header(request))
+            return refusal(no_timeline(name, num_answered, num_workers), id_header(request))
         return json_answer(found)
 
     # ---------------------------------------------------------------- generation

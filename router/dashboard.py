@@ -26,7 +26,15 @@ from router.refusals import id_header, refusal
 from router.shell import RouterShell
 from router.streaming import json_answer
 from router.timeline_picture import picture
-from router.worker_pages import DASHBOARD, TIMELINE, found_timeline, joined_requests, joined_state, own_page
+from router.worker_pages import (
+    DASHBOARD,
+    TIMELINE,
+    found_timeline,
+    joined_requests,
+    joined_state,
+    no_timeline,
+    own_page,
+)
 from router.wrong_values import shown
 from runtime.logs import log_event, printable
 
@@ -105,15 +113,8 @@ class Dashboard:
         texts = await self._workers.parts(TIMELINE + name)
         found = found_timeline(texts)
         if found is None:
-            return refusal(self._why_not_found(name, len(texts)), id_header(request))
+            return refusal(no_timeline(name, len(texts), self._workers.number), id_header(request))
         return json_answer({"timeline": found, "picture": picture(found, None if choice is None else int(choice))})
-
-    def _why_not_found(self, name: str, num_answered: int) -> ApiError:
-        """Who looks again and again need not, once it is gone for good."""
-        if num_answered < self._workers.number:
-            told = f"{num_answered} of {self._workers.number} workers have answered, and have no timeline of {shown(name)}."
-            return ApiError(503, told, code="not_all_workers", retry_after_s=1.0)
-        return ApiError(404, f"There is no timeline of {shown(name)} (any more).", code="not_found")
 
     async def kill(self, request: Request) -> Response:
         """Kill a node with SIGKILL and start a new one; only the page itself may ask, and only on `baton up`."""

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from router.dashboard_state import part
+from router.openai_types import ApiError
 from router.shell import RouterShell
 from router.sight import Sight
+from router.wrong_values import shown
 
 METRICS: Final = "metrics"
 METRICS_OF_CLIENTS: Final = "metrics/clients"  # for who has shown a key
@@ -86,6 +88,15 @@ def found_timeline(texts: Mapping[int, str]) -> dict[str, Any] | None:
     """That of the worker which has it; of several (a client's own id, used again) the newest."""
     found: list[dict[str, Any]] = [json.loads(text) for text in texts.values() if text]
     return min(found, key=lambda each: float(each["age_s"]), default=None)
+
+
+def no_timeline(name: str, num_answered: int, num_workers: int) -> ApiError:
+    """That nobody who has answered has it: who looks again and again need not, once it is gone for good."""
+    if num_answered < num_workers:
+        told = f"{num_answered} of {num_workers} workers have answered, and have no timeline of {shown(name)}."
+        return ApiError(503, told, code="not_all_workers", retry_after_s=1.0)
+    told = f"There is no timeline of {shown(name)} (any more); the newest are at /v1/requests."
+    return ApiError(404, told, code="not_found")
 
 
 def _add(known: dict[str, Any], node: Mapping[str, Any]) -> None:

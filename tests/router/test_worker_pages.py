@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.worker_pages import found_timeline, whole_requests, whole_state
+from router.worker_pages import found_timeline, no_timeline, whole_requests, whole_state
 
 
 def node(name: str, session: str = "up", **more: Any) -> dict[str, Any]:
@@ -73,3 +73,9 @@ def test_a_timeline_is_found_at_whoever_has_it() -> None:
     assert found_timeline({0: "", 1: json.dumps({"id": "x", "age_s": 3})}) == {"id": "x", "age_s": 3}
     both = {0: json.dumps({"id": "old", "age_s": 3}), 1: json.dumps({"id": "new", "age_s": 1})}
     assert found_timeline(both) == {"id": "new", "age_s": 1}
+
+
+def test_who_was_not_asked_in_time_may_have_the_timeline() -> None:
+    late, gone = no_timeline("x", 1, 2), no_timeline("x", 2, 2)
+    assert (late.status, late.retry_after_s) == (503, 1.0) and "1 of 2 workers" in late.message
+    assert (gone.status, gone.retry_after_s) == (404, None) and "/v1/requests" in gone.message
