@@ -29,21 +29,10 @@ Show a router's nodes, their KV blocks by state, and the newest requests, until 
   baton status http://10.0.0.5:8000 --json   once, for programs"""
 
 PIPE_WIDTH: Final = 240  # columns
-NARROW: Final = 80
-LEFT_OUT: Final = frozenset(
-    (
-        "role",
-        "tp",
-        "waiting",
-        "prefilling",
-        "cached",
-        "leased",
-        "quarantined",
-        "nodes",
-        "first token",
-        "prompt",
-        "attempts",
-    )
+_ANY_WIDTH: Final = 1 << 16
+LEFT_OUT: Final = (  # where there is no room for all columns: what is least asked for goes first
+    *("tp", "prefilling", "waiting", "leased", "role", "cached", "quarantined"),
+    *("attempts", "prompt", "first token", "nodes"),
 )
 
 
@@ -116,24 +105,30 @@ def _look(config: StatusConfig, pages: Pages) -> tuple[dict[str, Any], list[dict
 def rendered(
     url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], width: int = PIPE_WIDTH
 ) -> RenderableType:
-    """The whole picture; where there is less room than NARROW columns, without what is least asked for."""
+    """The whole picture; of a table that does not fit, without the columns that are least asked for."""
     ready = Text("ready", "green") if state["ready"] else Text(f"not ready: {'; '.join(state['missing'])}", "red")
     head = Text.assemble(f"{url}  ", ready, f"  {state['live_requests']} requests live, {state['queued']} queued")
     parts: list[RenderableType] = [head]
     parts += [Text(f"without: {sentence}", "yellow") for sentence in state["degraded"]]
-    return Group(*parts, *_tables(state["nodes"], requests, width < NARROW))
+    return Group(*parts, *_tables(state["nodes"], requests, width))
 
 
-def _tables(
-    nodes: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]], is_narrow: bool
-) -> Iterator[Table]:
-    """Each row is one line, however narrow it is."""
+def _tables(nodes: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
+    """Each row is one line, however narrow it is; one column too many would cut short what is in the others."""
+    unbounded = Console(width=_ANY_WIDTH)
     for table in (_nodes(nodes), *([_requests(requests)] if requests else [])):
-        if is_narrow:
-            table.columns = [each for each in table.columns if each.header not in LEFT_OUT]
         for column in table.columns:
             column.no_wrap = True
+        for header in LEFT_OUT:
+            if unbounded.measure(table).maximum > width:
+                table = _without(header, table)
         yield table
+
+
+def _without(header: str, table: Table) -> Table:
+    rest = Table(*(each for each in table.columns if each.header != header), box=None, pad_edge=False)
+    rest.rows = table.rows
+    return rest
 
 
 def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:

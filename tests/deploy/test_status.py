@@ -36,8 +36,18 @@ def test_every_node_and_request_is_one_line_and_a_narrow_terminal_is_shown_less_
         console.print(rendered("http://127.0.0.1:8000", STATE, [TOLD | COUNTS], width))
     lines = captured.get().splitlines()[-4:]
     assert [line.split()[0][:4] for line in lines] == ["node", "deco", "requ", "49eb"]
-    assert ("quarantined" in lines[0], "attempts" in lines[2]) == (has_all, has_all)
+    assert (" tp " in lines[0], "attempts" in lines[2]) == (has_all, has_all)
     assert all(("used" in lines[0], "20" in lines[1], "stop" in lines[3], max(map(len, lines)) <= width))
+
+
+@pytest.mark.parametrize("width", [60, 80, 90, 100, 109])
+def test_nothing_is_cut_short_where_fewer_columns_would_fit_and_no_more_are_left_out(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(rendered("http://127.0.0.1:8000", STATE, [TOLD | COUNTS], width))
+    assert "…" not in captured.get()
+    widest = max(len(line.rstrip()) for line in captured.get().splitlines()[-4:])
+    assert width - len("quarantined") - 2 <= widest <= width
 
 
 @pytest.mark.parametrize("name", ["gpu[a100]-0", "decode[/0]", ":smile:"])
