@@ -40,13 +40,14 @@ from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is
 
 READY_POLL_S: Final = 0.05
 SAY_EVERY_S: Final = 10.0  # what a start still waits for; one that goes well is over by then
+OF_CHILDREN: Final = " (a setting of nodes or routers alone is given as {variable}, or in a --config file)"
 _TRIAL: Final = bytes(1 << 16)
 ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `baton up` and return its exit code."""
-    config = load(UpConfig, "baton up", "Start a router and its nodes on this machine.", argv)
+    config = load(UpConfig, "baton up", "Start a router and its nodes on this machine.", argv, OF_CHILDREN)
     die_with_parent(config.parent_pid)
     outlive_readers(of_all=True)
     with _run_dir_of_our_own(config.run_dir):

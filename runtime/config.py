@@ -73,24 +73,32 @@ def knob(
     return dataclasses.field(default=default, kw_only=True, metadata=details)
 
 
-def load(config_type: type[T], prog: str, description: str, argv: Sequence[str] | None = None) -> T:
+def load(
+    config_type: type[T], prog: str, description: str, argv: Sequence[str] | None = None, elsewhere: str = ""
+) -> T:
     """Fill a config from `argv` (default: the process's), the environment and the file that `--config` or BATON_CONFIG names.
 
     Ends the process: `--help` with 0; a wrong value, an unknown flag or key, a missing value with one line and 2.
     If the config itself has a field `config`, it gets the file's path; a field `given`, the names of what was said anywhere.
+    `elsewhere`: whose an unknown flag may be, if not this command's; {variable} in it is that flag's.
     """
     try:
-        return parse(config_type, prog, description, argv, os.environ)
+        return parse(config_type, prog, description, argv, os.environ, elsewhere)
     except ConfigError as error:
         fatal(f"{prog}: {error}")
 
 
 def parse(
-    config_type: type[T], prog: str, description: str, argv: Sequence[str] | None, environment: Mapping[str, str]
+    config_type: type[T],
+    prog: str,
+    description: str,
+    argv: Sequence[str] | None,
+    environment: Mapping[str, str],
+    elsewhere: str = "",
 ) -> T:
     """As `load`, but raise ConfigError instead of ending the process (`--help` still does)."""
     knobs = knobs_of(config_type)
-    flags = _parse_flags(knobs, prog, description, argv)
+    flags = _parse_flags(knobs, prog, description, argv, elsewhere)
     config_path = flags.pop("config", None)
     if config_path == "":
         raise ConfigError("--config: must be a path")
@@ -206,7 +214,9 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message if flag is None else f"{flag[1]}: its value is missing")
 
 
-def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Sequence[str] | None) -> dict[str, str]:
+def _parse_flags(
+    knobs: Sequence[Knob], prog: str, description: str, argv: Sequence[str] | None, elsewhere: str
+) -> dict[str, str]:
     needed = [each for each in knobs if each.default is REQUIRED] or knobs[:1]
     example = " ".join(f"{each.flag} {each.metavar}" for each in needed)
     first = needed[0]
@@ -231,7 +241,9 @@ def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Seque
         name = unknown[0].split("=")[0]
         if not name.startswith("-"):
             raise ConfigError(f"{name}: unexpected argument; every setting is a flag, see {prog} --help")
-        raise ConfigError(f"{name}: unknown flag{_suggest(name, ['--config', *(each.flag for each in knobs)])}")
+        hint = _suggest(name, ["--config", *(each.flag for each in knobs)])
+        variable = ENVIRONMENT_PREFIX + name.strip("-").replace("-", "_").upper()
+        raise ConfigError(f"{name}: unknown flag{hint}{elsewhere.format(variable=variable)}")
     return vars(found)
 
 

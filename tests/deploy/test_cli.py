@@ -93,7 +93,12 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
             ["up", "--model", ".", "--prefill", "0", "--local-prefill", "off"],
             "baton up: --prefill 0: nobody would prefill, with --local-prefill off; at least 1 is needed, or --mixed 1",
         ),
-        (["up", "--modle", "."], "baton up: --modle: unknown flag; did you mean --model?"),
+        (
+            ["up", "--step-timeout-s=5"],
+            "baton up: --step-timeout-s: unknown flag; did you mean --stop-timeout-s? (a setting of nodes or routers "
+            "alone is given as BATON_STEP_TIMEOUT_S, or in a --config file)",
+        ),
+        (["router", "--modle", "."], "baton router: --modle: unknown flag; did you mean --model?"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], line: str) -> None:
