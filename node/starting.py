@@ -6,6 +6,7 @@ what only the shell can find, such as sizes that do not fit this machine.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from engine.model_config import read_model_config
 from engine.split import check_split
 from engine.weight_files import find_weight_files
 from node.config import NodeConfig
+from node.step_watch import StepHung
 from runtime.collecting import loading
 from runtime.config import set_grpc_environment, set_thread_environment
 from runtime.process import check_writable, die_with_parent, fatal
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def start_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, CoreMaker]) -> int:
-    """Run the node until a signal; its exit code. `make_cores`: of the roles that it can take, `role` included.
+    """Run the node until a signal, or a step that hangs; its exit code. `make_cores`: of the roles that it can take, `role` too.
 
     Ends the process with one line and 2 for what the user can mend.
     """
@@ -39,4 +41,9 @@ def start_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName,
     with loading():
         from node.process import run_node
 
-    return run_node(role, config, make_cores)
+    try:
+        return run_node(role, config, make_cores)
+    except* StepHung as errors:  # alone, or what ended a group of tasks
+        hung = errors.exceptions[0]
+    sys.stderr.write(f"baton {role}: {hung}\n")
+    return 1

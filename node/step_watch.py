@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import sys
 import threading
 from typing import Final, Protocol
 
@@ -34,7 +35,10 @@ class Steps(Protocol):
 
 
 async def watch_steps(steps: Steps, timeout_s: float) -> None:
-    """Until cancelled. Raises StepHung once no plan was answered for so long, though there was one."""
+    """Until cancelled. Raises StepHung once no plan was answered for so long, though there was one.
+
+    Whoever runs the process says that, as its last words; if it hangs before, it is said and the process ended here.
+    """
     look_s, silent_looks, num_answered = timeout_s / _LOOKS, 0, 0
     while silent_looks < _LOOKS:
         await asyncio.sleep(look_s)
@@ -42,7 +46,18 @@ async def watch_steps(steps: Steps, timeout_s: float) -> None:
         silent_looks = silent_looks + 1 if is_silent else 0
         num_answered = steps.num_answered
     faulthandler.dump_traceback()  # where each thread stands, on stderr
-    end = threading.Timer(_END_S, os._exit, (1,))
+    threading.excepthook = _say_nothing  # what waits for other ranks dies of their end, which is ours
+    hung = StepHung(f"a step has not ended for {timeout_s:g} s (--step-timeout-s)")
+    end = threading.Timer(_END_S, _end, (hung,))
     end.daemon = True
     end.start()
-    raise StepHung(f"a step has not ended for {timeout_s:g} s (--step-timeout-s)")
+    raise hung
+
+
+def _say_nothing(_: threading.ExceptHookArgs) -> None:
+    pass
+
+
+def _end(hung: StepHung) -> None:
+    sys.stderr.write(f"{hung}\n")
+    os._exit(1)
