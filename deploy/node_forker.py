@@ -46,7 +46,7 @@ def main(control_fd: int, parent_pid: int) -> int:
     signal.signal(signal.SIGHUP, on_hangup)
     end_while_loading()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_NODES)
-    setproctitle(f"baton {' '.join(arguments)}")
+    setproctitle(os.fsencode(f"baton {' '.join(arguments)}").decode(errors="replace"))  # a path need not be UTF-8
     return node_process.main(arguments)
 
 

@@ -110,6 +110,17 @@ def test_how_a_copy_ends_is_told_as_of_any_process(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_node_of_whose_words_one_is_no_utf8_is_started(tmp_path: Path) -> None:
+    """Paths are bytes."""
+
+    async def run() -> None:
+        async with running(tmp_path) as (forker, _):
+            node = await forked(forker, tmp_path / "node.log", "decode", "--help", "--ready-file", "/run/\udcfc")
+            assert await node.wait() == 0
+
+    asyncio.run(run())
+
+
 def test_signals_for_every_process_there_is_are_for_the_nodes(tmp_path: Path) -> None:
     """A service manager sends them to all: who loses the forker loses every node in the middle of its work."""
 
