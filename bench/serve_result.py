@@ -62,8 +62,9 @@ class Outcome:
     is_halted: bool
 
     def tries(self, share: float) -> list[Try]:
-        """Those that were at a rate."""
-        return [Try(run.rate, run.verdict(share)) for run in self.runs if run.rate is not None]
+        """Those that were at a rate, to their end: what was given up says nothing of a server."""
+        whole = self.runs[:-1] if self.is_halted else self.runs
+        return [Try(run.rate, run.verdict(share)) for run in whole if run.rate is not None]
 
 
 def show_outcome(console: Console, outcome: Outcome, config: BenchConfig) -> None:
@@ -169,6 +170,8 @@ def _knee_line(outcome: Outcome, config: BenchConfig) -> str:
     is_late = any(each.rate == failed and each.verdict is Verdict.LATE for each in tries)
     if found is None and is_late:
         return f"no rate is known at which {share}: already at {failed:g} this generator could not keep up"
+    if not tries:
+        return f"no rate was tried to its end, so none is known at which {share}"
     if found is None:
         return f"no rate was found at which {share}"
     short = _shortness(next(run for run in outcome.runs if run.rate == found), config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -85,6 +86,20 @@ def test_a_late_generator_is_not_told_as_a_slow_server() -> None:
     run = Run(4.0, "4 per second", records, report_of(records, SWEEP.slo))
     said = shown(Outcome("m", "token_ids", [run, replace(run, rate=2.0)], False), SWEEP)
     assert "no rate is known" in said and "already at 2 this generator could not keep up" in said
+
+
+def test_a_run_that_was_given_up_is_no_rate_that_failed(tmp_path: Path) -> None:
+    """Nor is one that was cut short a rate that passed."""
+    config = replace(SWEEP, output=tmp_path / "a.json")
+    whole, cut = served(SWEEP, 4.0, "1"), served(SWEEP, 8.0, "2")
+    for record in cut.records[1:]:
+        record.status = "interrupted"
+    cut = replace(cut, report=report_of(cut.records, SWEEP.slo))
+    said = shown(Outcome("m", "token_ids", [whole, cut], is_halted=True), config)
+    assert "up to 4 requests/s, the highest rate tried, 90% of the requests" in said and "fewer did" not in said
+    assert "no rate was tried to its end" in shown(Outcome("m", "token_ids", [cut], is_halted=True), config)
+    write_outcome(Console(), Outcome("m", "token_ids", [served(SWEEP, 8.0, "2")], is_halted=True), config, {})
+    assert json.loads((tmp_path / "a.json").read_text())["highest_rate_that_met_slo"] is None
 
 
 def test_a_generator_that_computes_all_the_time_is_told_of_and_stands_in_the_file(tmp_path: Path) -> None:
