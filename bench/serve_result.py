@@ -64,7 +64,7 @@ class Outcome:
     def tries(self, share: float) -> list[Try]:
         """Those that were at a rate, to their end: what was given up says nothing of a server."""
         whole = self.runs[:-1] if self.is_halted else self.runs
-        return [Try(run.rate, run.verdict(share)) for run in whole if run.rate is not None]
+        return [Try(run.rate, run.verdict(share)) for run in whole if run.rate is not None and math.isfinite(run.rate)]
 
 
 def show_outcome(console: Console, outcome: Outcome, config: BenchConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -100,6 +101,18 @@ def test_a_run_that_was_given_up_is_no_rate_that_failed(tmp_path: Path) -> None:
     assert "no rate was tried to its end" in shown(Outcome("m", "token_ids", [cut], is_halted=True), config)
     write_outcome(Console(), Outcome("m", "token_ids", [served(SWEEP, 8.0, "2")], is_halted=True), config, {})
     assert json.loads((tmp_path / "a.json").read_text())["highest_rate_that_met_slo"] is None
+
+
+def test_all_at_once_is_no_rate_and_the_file_is_json_to_everybody(tmp_path: Path) -> None:
+    config = BenchConfig(slo_ttft_ms=2000, output=tmp_path / "a.json")
+    run = replace(served(SWEEP, 4.0, "1"), rate=math.inf)
+    write_outcome(Console(), Outcome("m", "token_ids", [run], is_halted=False), config, {})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    result = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
+    assert (result["highest_rate_that_met_slo"], result["runs"][0]["rate"]) == (None, "inf")
 
 
 def test_a_generator_that_computes_all_the_time_is_told_of_and_stands_in_the_file(tmp_path: Path) -> None:
