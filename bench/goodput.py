@@ -2,7 +2,8 @@
 
 The words are DistServe's (OSDI'24): a request counts if it meets both limits, on TTFT and on TPOT; attainment is the share of the
 requests sent that do, and a system's goodput the highest rate at which attainment is still, say, 90 %. A failed request, or one
-that was given up, counts as one that does not; one without a second token has no TPOT, and meets any limit on it.
+that was given up, counts as one that does not; one without a second token has no TPOT, and meets any limit on it. Whose
+tokens nobody counted has none either, but may be as slow as it likes: it meets none.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Answered(Protocol):
     def tpot_s(self) -> float | None:
         """Per token behind it."""
 
+    @property
+    def output_tokens(self) -> int | None:
+        """As the server counts them, if it does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -36,12 +41,14 @@ class Slo:
     tpot_s: float | None = None
 
     def is_met(self, record: Answered) -> bool:
-        """By one request. Without its first token's instant (not streamed) it meets no limit on TTFT."""
+        """By one request. Without its first token's instant (not streamed) it meets no limit on TTFT, uncounted none on TPOT."""
         if not record.is_ok:
             return False
         if self.ttft_s is not None and (record.ttft_s is None or record.ttft_s > self.ttft_s):
             return False
-        return self.tpot_s is None or record.tpot_s is None or record.tpot_s <= self.tpot_s
+        if self.tpot_s is None:
+            return True
+        return record.output_tokens is not None and (record.tpot_s is None or record.tpot_s <= self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)

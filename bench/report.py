@@ -120,15 +120,26 @@ def show(console: Console, report: Report, records: Sequence[Record]) -> None:
     for status, number in sorted(report.errors.items()):
         example = next(record.error for record in records if record.kind == status)
         say(f"error {status}: {number} requests, one of them: {example}")
-    if report.num_uncounted:
-        say(f"warning: {report.num_uncounted} answers tell no number of tokens: TPOT and tokens/s are without them")
-    if report.num_wrong_length:
-        say(f"warning: {report.num_wrong_length} answers have another number of tokens than was asked for")
+    for warning in length_warnings(report):
+        say(f"warning: {warning}")
     if report.arrival_lag_s is not None and report.is_late:
         say(
             f"warning: this generator was late (p99 {1000 * report.arrival_lag_s.p99:.0f} ms): arrivals were not what was "
             "asked for, and the times are too good; it needs a faster machine, or one of its own"
         )
+
+
+def length_warnings(report: Report) -> list[str]:
+    """What makes TPOT and tokens/s something else than they seem."""
+    warnings = []
+    if report.num_uncounted:
+        warnings.append(
+            f"{report.num_uncounted} answers tell no number of tokens: TPOT and tokens/s are without them, "
+            "and they meet no limit on TPOT; --return-token-ids on has some servers' tokens counted"
+        )
+    if report.num_wrong_length:
+        warnings.append(f"{report.num_wrong_length} answers have another number of tokens than was asked for")
+    return warnings
 
 
 def _show_histogram(console: Console, name: str, values: Sequence[float]) -> None:

@@ -111,6 +111,11 @@ class _Call:
             if halt.is_asked:
                 return
             tries.append(Try(rate, run.verdict(self.config.slo_share)))
+            if self.config.slo_tpot_ms and run.report.num_uncounted == run.report.num_ok > 0:
+                raise ServerProblem(
+                    "--slo-tpot-ms: no answer tells how many tokens it has, so none is known to meet it; try "
+                    "--return-token-ids on, or sweep with --slo-ttft-ms alone"
+                )
             share = run.report.goodput.attainment
             self.console.print(f"{run.pace}: {share:.1%} met the limits: {tries[-1].verdict.value}")
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from bench.completions import Record
 from bench.frame import writing
 from bench.goodput import Slo
-from bench.report import NO_LIMITS, Report, show
+from bench.report import NO_LIMITS, Report, length_warnings, show
 from bench.serve_config import BenchConfig
 from bench.serve_plot import plot
 from bench.sweep import Try, Verdict, ceiling, knee
@@ -138,6 +138,8 @@ def _show_problems(console: Console, runs: Sequence[Run]) -> None:
         for status, number in sorted(run.report.errors.items()):
             example = next(record.error for record in run.records if record.kind == status)
             console.print(f"{run.pace}: error {status}: {number} requests, one of them: {example}")
+        for warning in length_warnings(run.report):
+            console.print(f"WARNING, {run.pace}: {warning}")
         if (lag := run.report.arrival_lag_s) is not None and run.report.is_late:
             console.print(
                 f"WARNING, {run.pace}: this generator was late (p99 {1000 * lag.p99:.0f} ms): the times are too good"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench import serve
 from bench.arrivals import Lengths
 from bench.completions import Asked, Asking, Record
 from bench.frame import check_files
@@ -101,6 +102,29 @@ def test_a_run_that_was_given_up_is_no_rate_that_failed(tmp_path: Path) -> None:
     assert "no rate was tried to its end" in shown(Outcome("m", "token_ids", [cut], is_halted=True), config)
     write_outcome(Console(), Outcome("m", "token_ids", [served(SWEEP, 8.0, "2")], is_halted=True), config, {})
     assert json.loads((tmp_path / "a.json").read_text())["highest_rate_that_met_slo"] is None
+
+
+def test_answers_that_nobody_counted_are_told_of_and_no_sweep_goes_by_their_tpot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = served(SWEEP, 4.0, "1")
+    records = [replace(record, output_tokens=None) for record in run.records]
+    uncounted = replace(run, records=records, report=report_of(records, SWEEP.slo))
+    said = shown(Outcome("m", "token_ids", [uncounted, run], is_halted=False), SWEEP)
+    assert f"WARNING, 4 per second: {len(records)} answers tell no number of tokens" in said
+    assert said.count("WARNING") == 1
+
+    async def found(*_: object) -> Asking:
+        return ASKING
+
+    async def sent(*_: object) -> list[Record]:
+        return records
+
+    monkeypatch.setattr(serve, "find_asking", found)
+    monkeypatch.setattr(serve, "send", sent)
+    with pytest.raises(SystemExit) as end:
+        main(["--sweep", "--slo-tpot-ms", "50"])
+    assert end.value.code == 2 and "baton bench: --slo-tpot-ms: no answer tells" in capsys.readouterr().err
 
 
 def test_all_at_once_is_no_rate_and_the_file_is_json_to_everybody(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +100,11 @@ def test_one_token_meets_any_limit_on_tpot_and_a_whole_answer_none_on_ttft() -> 
     assert Slo(0.3, 0.001).is_met(single) and not Slo(0.1, None).is_met(single)
     assert not Slo(0.3, None).is_met(whole) and Slo(None, None).is_met(whole)
     assert goodput_of([], Slo(), 0.0).attainment == 0
+
+
+def test_an_answer_whose_tokens_nobody_counted_is_not_known_to_meet_a_limit_on_tpot() -> None:
+    uncounted = replace(record(0, 0.1, 9.0), output_tokens=None)
+    assert uncounted.tpot_s is None and not Slo(0.5, 0.25).is_met(uncounted) and Slo(0.5, None).is_met(uncounted)
 
 
 @pytest.mark.parametrize(
