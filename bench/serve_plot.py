@@ -39,7 +39,10 @@ def plot(runs: Sequence[Plotted], slo: Slo, path: Path) -> None:
             (ttft, "time to the first token", slo.ttft_s),
             (tpot, "time per output token", slo.tpot_s),
         ):
-            axes.set(xlabel=f"{name}, ms", ylabel="% of the answered requests", xscale="log")
+            has_width = any(
+                max(line.get_xdata(), default=0) > 0 for line in axes.lines
+            )  # TPOT is 0 if all comes at once
+            axes.set(xlabel=f"{name}, ms", ylabel="% of the answered requests", xscale="log" if has_width else "linear")
             if limit_s is not None:
                 axes.axvline(1000 * limit_s, color="#999999", linestyle="--", linewidth=1)
         over_time.set(xlabel="instant of arrival, s", ylabel="ms: dots TTFT, crosses the whole answer", yscale="log")

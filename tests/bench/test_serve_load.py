@@ -18,7 +18,7 @@ from rich.console import Console
 from bench import serve
 from bench.arrivals import Lengths
 from bench.completions import Asked, Asking, Record
-from bench.frame import check_files
+from bench.frame import can_plot, check_files
 from bench.http_exchange import Server
 from bench.load import Sender, run_open_loop
 from bench.report import report_of
@@ -137,6 +137,18 @@ def test_all_at_once_is_no_rate_and_the_file_is_json_to_everybody(tmp_path: Path
 
     result = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
     assert (result["highest_rate_that_met_slo"], result["runs"][0]["rate"]) == (None, "inf")
+
+
+@pytest.mark.skipif(not can_plot(), reason="matplotlib is missing")
+def test_answers_in_one_event_have_a_picture_and_no_warning_of_its_axes(tmp_path: Path) -> None:
+    """Their TPOT is 0, which no logarithm has; a run in which nothing was answered has no time at all."""
+    for status in ("200", "503"):
+        run = served(SWEEP, 4.0, "1")
+        for record in run.records:
+            record.output_tokens, record.status = 9, status
+        config = BenchConfig(slo_tpot_ms=50, plot=tmp_path / "a.svg")
+        write_outcome(Console(), Outcome("m", "token_ids", [run], is_halted=False), config, {})
+        assert (tmp_path / "a.svg").stat().st_size
 
 
 def test_a_generator_that_computes_all_the_time_is_told_of_and_stands_in_the_file(tmp_path: Path) -> None:
