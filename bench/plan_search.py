@@ -1,6 +1,7 @@
 """The smallest cluster that keeps an objective, by trying clusters: a bound for each role alone, then pairs by their sum. Pure.
 
-    1. both roles doubled until the objective is kept, or there are too many nodes
+    1. both roles doubled until the objective is kept, or there are too many nodes; then as many as there may be, more of one role
+       than of the other
     2. for each role, with as many of the other as kept it then: the fewest that keep it. With fewer of the other none is kept with
        less, so these two are bounds
     3. pairs from the bounds on, smallest sum first, more prefill nodes first where sums are equal
@@ -58,16 +59,34 @@ class Search:
 
     def smallest_pair(self) -> Counts | None:
         """Prefill and decode nodes; None: `max_nodes` do not keep it."""
-        ample = self.doubled(lambda number: Counts(number, number))
+        number = self.doubled(lambda number: Counts(number, number))
+        ample = self._uneven() if number is None else Counts(number, number)
         if ample is None:
             return None
-        prefill = self.fewest(lambda number: Counts(number, ample), 1, ample)
-        decode = self.fewest(lambda number: Counts(ample, number), 1, ample)
-        for total in range(prefill + decode, 2 * ample + 1):
-            for of_prefill in range(min(total - decode, ample), prefill - 1, -1):
-                if total - of_prefill <= ample and self.keeps(found := Counts(of_prefill, total - of_prefill)):
+        prefill = self.fewest(lambda number: Counts(number, ample.decode), 1, ample.prefill)
+        decode = self.fewest(lambda number: Counts(ample.prefill, number), 1, ample.decode)
+        for total in range(prefill + decode, ample.total + 1):
+            for of_prefill in range(min(total - decode, ample.prefill), prefill - 1, -1):
+                if total - of_prefill <= ample.decode and self.keeps(found := Counts(of_prefill, total - of_prefill)):
                     return found
-        return Counts(ample, ample)
+        return ample
+
+    def _uneven(self) -> Counts | None:
+        """A pair of `max_nodes` that keeps it; None: no such pair does, and so none of fewer nodes.
+
+        What a cluster does not keep, none keeps that has no more of either role: so a few that are up to a quarter larger than they
+        may be rule out every pair, and only where one of them keeps it are those that it stands for looked at."""
+        last, width = self.max_nodes - 1, self.max_nodes // 4
+        parts = [(low, min(low + width, last)) for low in range(1, last + 1, width + 1)]
+        while parts:
+            low, high = parts.pop()  # prefill nodes
+            if not self.keeps(Counts(high, self.max_nodes - low)):
+                continue
+            if low == high:
+                return Counts(low, self.max_nodes - low)
+            middle = (low + high) // 2
+            parts += [(low, middle), (middle + 1, high)]
+        return None
 
     def smallest_mixed(self) -> Counts | None:
         """Mixed nodes; None: `max_nodes` do not keep it."""

@@ -97,7 +97,7 @@ class PlanConfig:
     )
     decode: int | None = knob(None, "with so many decode nodes", low=0, high=100_000, variable="BATON_PLAN_DECODE")
     mixed: int | None = knob(None, "or so many mixed nodes", low=1, high=100_000, variable="BATON_PLAN_MIXED")
-    max_nodes: int = knob(256, "largest cluster of the search", low=1, high=100_000)
+    max_nodes: int = knob(256, "nodes of the largest cluster that may be the answer", low=1, high=100_000)
     exact: bool = knob(
         False, "have the product's scheduler plan each step, for small loads: the same answer, more slowly"
     )
@@ -178,7 +178,7 @@ def plan(config: PlanConfig, console: Console) -> Found:
         return runs.found(named=runs.tried[named], max_nodes=config.max_nodes)
     search = runs.search(config.max_nodes)
     apart, mixed = search.smallest_pair(), search.smallest_mixed()
-    if apart is None and mixed is None and (nearest := runs.nearest()) is not None:
+    if apart is None and mixed is None and (nearest := runs.nearest(config.max_nodes)) is not None:
         runs.whole(nearest)  # it was given up: how far it is off is not known yet
     if apart is not None:
         runs.whole(Counts(0, 0, apart.total))
@@ -232,9 +232,10 @@ class _Runs:
         if counts not in self.tried or not self.tried[counts].is_whole:
             self.tried[counts] = self._run(counts, None)
 
-    def nearest(self) -> Counts | None:
-        """Of what was tried, the cluster that kept it for most requests; of equals the largest."""
-        best = max(self.tried.values(), key=lambda each: (each.num_kept, each.counts.total), default=None)
+    def nearest(self, max_nodes: int) -> Counts | None:
+        """Of what was tried, and may be the answer, the cluster that kept it for most requests; of equals the largest."""
+        allowed = [each for each in self.tried.values() if each.counts.total <= max_nodes]
+        best = max(allowed, key=lambda each: (each.num_kept, each.counts.total), default=None)
         return None if best is None else best.counts
 
     def _run(self, counts: Counts, most_missed: int | None) -> Outcome:
@@ -252,6 +253,7 @@ class _Runs:
     ) -> Found:
         """What is told."""
         tried = self.tried
+        allowed = [each for each in tried.values() if each.counts.total <= max_nodes]
         return Found(
             slo=self._slo,
             rates=self._setup.rates,
@@ -260,7 +262,7 @@ class _Runs:
             same=None if apart is None else tried[Counts(0, 0, apart.total)],
             named=named,
             tried=dict(tried),
-            best=max(tried.values(), key=lambda each: (each.is_whole, each.num_kept), default=None),
+            best=max(allowed, key=lambda each: (each.is_whole, each.num_kept), default=None),
             max_nodes=max_nodes,
             cpu_s=time.process_time() - self._began,
         )

@@ -100,6 +100,29 @@ def test_the_search_finds_the_smallest_sum(prefill: int, decode: int, slack: int
     assert Search(0.95, total - 1, try_).smallest_pair() is None
 
 
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 6), st.integers(1, 40))
+def test_no_pair_that_may_be_is_overlooked(prefill: int, decode: int, slack: int, max_nodes: int) -> None:
+    """However uneven it is: half and half of `max_nodes` need not keep what many of one role and few of the other do."""
+    total, most = prefill + decode + slack, 0
+
+    def try_(counts: Counts) -> Outcome:
+        nonlocal most
+        most = max(most, counts.total)
+        enough = counts.prefill >= prefill and counts.decode >= decode and counts.total >= total
+        return _outcome(counts, 0.99 if enough else 0.5)
+
+    found = Search(0.95, max_nodes, try_).smallest_pair()
+    assert found is None if total > max_nodes else found is not None and found.total == total
+    assert most <= max_nodes * 5 / 4
+
+
+def test_many_prefill_nodes_and_one_decode_node_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts that follow each other five times as fast as one node computes them, and short answers."""
+    files = ["--slo-ttft-ms", "150", "--slo-tpot-ms", "100", "--speed", "9", "--max-nodes", "7"]
+    assert planner.main([*_files(tmp_path), *files]) == 0
+    assert "5 prefill + 1 decode nodes keep" in capsys.readouterr().out
+
+
 def _files(tmp_path: Path) -> list[str]:
     rates, trace = tmp_path / "rates.json", tmp_path / "trace.jsonl"
     rates.write_text(json.dumps(RATES))
