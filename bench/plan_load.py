@@ -8,7 +8,7 @@ Requests are made when they are asked for: a million take what the trace takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bench.trace import TRACE_BLOCK, Entry
 
+_ID_BITS: Final = 40  # of a block's word; the rest is its place
 _MIX: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64
 
 
@@ -45,6 +46,9 @@ class Load:
         by `length_scale`, times by `speed`, prompts cut so that they and their answers have `max_tokens`. ValueError: no lines."""
         if not lines:
             raise ValueError("the trace is empty")
+        num_turns = -(-number // len(lines))
+        if num_turns * _num_ids(lines) > 1 << _ID_BITS:
+            lines = _renumbered(lines)
         self._lines = lines
         self._number = number
         self._scale = length_scale
@@ -54,7 +58,7 @@ class Load:
         self._first_at_s = lines[0].at_s
         span_s = lines[-1].at_s - lines[0].at_s
         self._round_s = span_s + span_s / max(len(lines) - 1, 1)
-        self._num_ids = 1 + max((each for line in lines for each in line.hash_ids), default=0)
+        self._num_ids = _num_ids(lines)
 
     def __len__(self) -> int:
         return self._number
@@ -90,7 +94,7 @@ class Load:
         ids = request.hash_ids
         known = pieces < len(ids)
         of_ids = np.where(known, ids[np.minimum(pieces, len(ids) - 1)] if len(ids) else 0, -1 - request.index)
-        words = (of_ids.astype(np.uint64) << np.uint64(24)) ^ places.astype(np.uint64)
+        words = (of_ids.astype(np.uint64) << np.uint64(64 - _ID_BITS)) ^ places.astype(np.uint64)
         return _mixed(words).tobytes()
 
     def tokens(self, request: Request) -> tuple[int, ...]:
@@ -98,8 +102,22 @@ class Load:
         places = np.arange(request.prompt_tokens, dtype=np.int64)
         pieces = np.minimum((places / self._piece).astype(np.int64), max(len(request.hash_ids) - 1, 0))
         ids = request.hash_ids[pieces] if len(request.hash_ids) else np.full(len(places), -1 - request.index)
-        words = (ids.astype(np.uint64) << np.uint64(24)) ^ places.astype(np.uint64)
+        words = (ids.astype(np.uint64) << np.uint64(64 - _ID_BITS)) ^ places.astype(np.uint64)
         return tuple((_mixed(words) % np.uint64(250) + np.uint64(3)).tolist())
+
+
+def _num_ids(lines: Sequence[Entry]) -> int:
+    """Above the highest id."""
+    return 1 + max((each for line in lines for each in line.hash_ids), default=0)
+
+
+def _renumbered(lines: Sequence[Entry]) -> list[Entry]:
+    """The same with ids from 0 on: those of a log may be hashes, for which words have no room once a trace is repeated."""
+    numbers: dict[int, int] = {}
+    return [
+        replace(line, hash_ids=tuple([numbers.setdefault(each, len(numbers)) for each in line.hash_ids]))
+        for line in lines
+    ]
 
 
 def _cut(keys: bytes) -> list[bytes]:

@@ -160,3 +160,10 @@ def test_a_trace_without_requests_is_refused() -> None:
     """In one sentence."""
     with pytest.raises(ValueError, match="the trace is empty"):
         Load(read_trace([]), 1)
+
+
+def test_ids_that_are_hashes_are_kept_apart_however_often_the_trace_is_repeated() -> None:
+    entries = [Entry(0.0, 512, 1, (1,)), Entry(1.0, 512, 1, (1 + (1 << 40),)), Entry(2.0, 512, 1, ((1 << 53) - 1,))]
+    load = Load(entries, 30_000)
+    keys = [key for index in (0, 1, 2, 3, 29_999) for key in load.keys(load[index], 512)]
+    assert len(set(keys)) == 5
