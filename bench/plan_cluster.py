@@ -93,7 +93,6 @@ class Cluster:
         self._tick_at: float | None = None
         self._live: dict[int, _Live] = {}
         self._num_arrived = self._num_ended = self._num_kept = self._num_refused = self._num_preempted = 0
-        self._num_prompt = 0
         self._ttft, self._tpot, self._end = (np.full(len(load), np.nan) for _ in range(3))
 
     def _add(self, role: str, name: str) -> None:
@@ -282,8 +281,6 @@ class Cluster:
     def _ask(self, node: SimNode, work: Work) -> None:
         """A prompt is begun: its decode node is asked for a lease."""
         live = self._live[work.request]
-        if not live.num_computed:
-            self._num_prompt += work.num_given
         if node.role != "prefill" or work.num_new == 1 or live.pair is None:
             return
         target = self._nodes[live.pair.decode]
@@ -370,6 +367,6 @@ class Cluster:
             num_preempted=sum(node.engine.num_preempted for node in self._nodes.values()),
             num_steps=sum(node.num_steps for node in self._nodes.values()),
             num_computed=sum(node.num_tokens for node in self._nodes.values()),
-            num_prompt=self._num_prompt,
+            num_prompt=sum(node.num_tokens + node.num_cached for node in self._nodes.values()),
             is_whole=self._num_ended == len(self._load),
         )

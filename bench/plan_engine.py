@@ -69,7 +69,7 @@ class Step(NamedTuple):
     """A planned step."""
 
     shape: Shape
-    starts: tuple[Work, ...]  # whose first chunk is in it
+    starts: tuple[tuple[Work, int], ...]  # whose first chunk is in it, and behind how many cached positions
 
 
 class Told(NamedTuple):
@@ -212,13 +212,13 @@ class ExactEngine:
         if plan is None:
             return None
         self._unread.append(plan)
-        starts: list[Work] = []
+        starts: list[tuple[Work, int]] = []
         sizes = [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks]
         if plan.chunks:
             slots = self._scheduler.snapshot()["slots"]
             assert isinstance(slots, tuple)
             begun = {start.slot for start in plan.starts}
-            starts = [self._works[slots[chunk.slot]] for chunk in plan.chunks if chunk.slot in begun]
+            starts = [(self._works[slots[each.slot]], each.start) for each in plan.chunks if each.slot in begun]
         num_rows, num_positions = len(plan.decodes), int((plan.decodes.positions + 1).sum())
         num_tokens = sum(number for number, _ in sizes)
         shape = Shape(num_rows, num_positions, num_tokens, sum(pairs_of(*each) for each in sizes))

@@ -188,7 +188,7 @@ class FastEngine:
         if self._rows or num_rows:
             self._num_plans += 1
         self._num_positions = self._num_positions_of_next(num_rows, num_positions, ends)
-        starts: list[Work] = []
+        starts: list[tuple[Work, int]] = []
         sizes: list[tuple[int, int]] = []
         chunks = self._plan_chunks(self._sizes.max_num_batched_tokens - num_rows, starts, sizes)
         if not (num_rows or chunks or marks):
@@ -269,7 +269,9 @@ class FastEngine:
         self._num_preempting += 1
         self.num_preempted += 1
 
-    def _plan_chunks(self, budget: int, starts: list[Work], sizes: list[tuple[int, int]]) -> list[tuple[Row, int]]:
+    def _plan_chunks(
+        self, budget: int, starts: list[tuple[Work, int]], sizes: list[tuple[int, int]]
+    ) -> list[tuple[Row, int]]:
         """As Planner._plan_chunks; who is begun is put into `starts`, tokens and context of each chunk into `sizes`."""
         chunks: list[tuple[Row, int]] = []
         while budget > 0 and (row := self._prompt or self._admit()) is not None:
@@ -281,7 +283,7 @@ class FastEngine:
             row.num_planned = end
             if not row.is_begun:
                 row.is_begun = True
-                starts.append(row.work)
+                starts.append((row.work, start))
             if end == row.begin + 1:
                 self._prompt = None
                 if end < row.end:

@@ -31,6 +31,7 @@ class SimNode:
         self.used_block_s = 0.0  # blocks in use or leased, times seconds
         self.num_steps = 0
         self.num_tokens = 0  # of prompts, computed
+        self.num_cached = 0  # of prompts, which need not be
         self._rates = rates
         self._steps: deque[Step] = deque()  # that are under way: the first one runs
         self._began_at = 0.0
@@ -90,7 +91,8 @@ class SimNode:
             if not self._steps:
                 self._began_at = now
             self._steps.append(step)
-            for work in step.starts:
+            for work, num_cached in step.starts:
+                self.num_cached += num_cached
                 on_start(self, work)
         self.aim(now, keeps_cache)
 

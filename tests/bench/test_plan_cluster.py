@@ -92,6 +92,16 @@ def test_a_full_queue_refuses_and_a_refused_request_is_missed() -> None:
     assert outcome.num_kept == 60 - outcome.num_refused
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_a_preempted_sequence_computes_again_was_not_cached(is_exact: bool) -> None:
+    """A mixed node that is short of blocks, whose sequences go on there: what they had said is part of their prompts then."""
+    load = Load([Entry(0.01 * index, 20, 300, (index,)) for index in range(8)], 8)
+    setup = Setup(Sizes(32, reserve=ReserveConfig("none")), RATES, is_exact=is_exact)
+    _, outcome = _run(setup, Counts(0, 0, 1), load)
+    assert outcome.num_preempted > 8
+    assert outcome.num_prompt >= outcome.num_computed > 8 * 20
+
+
 def test_a_run_ends_early_once_too_many_missed() -> None:
     """What a search gives up does not cost a whole run."""
     load = Load(_lines(random.Random(2), 200, 100.0, 120), 200, 1.0)

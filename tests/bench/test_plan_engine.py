@@ -28,10 +28,10 @@ class _Side:
         self.num_unread = 0
 
     def plan(self) -> tuple[object, ...] | None:
-        """The shape, and who is begun."""
+        """The shape, and who is begun behind what a cache has."""
         step = self.engine.plan()
         self.num_unread += step is not None
-        return step and (step.shape, *(work.request for work in step.starts))
+        return step and (step.shape, *((work.request, num_cached) for work, num_cached in step.starts))
 
     def complete(self) -> list[tuple[object, ...]]:
         self.num_unread -= 1
