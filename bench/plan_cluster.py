@@ -93,7 +93,7 @@ class Cluster:
         self._tick_at: float | None = None
         self._live: dict[int, _Live] = {}
         self._num_arrived = self._num_ended = self._num_kept = self._num_refused = self._num_preempted = 0
-        self._ttft, self._tpot, self._end = (np.full(len(load), np.nan) for _ in range(3))
+        self._ttft, self._tpot, self._alone, self._end = (np.full(len(load), np.nan) for _ in range(4))
 
     def _add(self, role: str, name: str) -> None:
         sizes, ref = self._setup.sizes, NodeRef(name, 1)
@@ -278,9 +278,13 @@ class Cluster:
         elif told.finish is not None:
             self._finish(live)
 
-    def _ask(self, node: SimNode, work: Work) -> None:
+    def _ask(self, node: SimNode, work: Work, num_cached: int) -> None:
         """A prompt is begun: its decode node is asked for a lease."""
         live = self._live[work.request]
+        if live.first_at < 0:
+            self._alone[work.request] = self._setup.rates.first_s(
+                work.num_given, num_cached, self._setup.sizes.max_num_batched_tokens
+            )
         if node.role != "prefill" or work.num_new == 1 or live.pair is None:
             return
         target = self._nodes[live.pair.decode]
@@ -359,6 +363,7 @@ class Cluster:
             num_refused=self._num_refused,
             ttft_s=self._ttft,
             tpot_s=self._tpot,
+            alone_s=self._alone,
             end_s=self._end,
             num_kept=self._num_kept,
             duration_s=duration_s,

@@ -85,15 +85,16 @@ class SimNode:
             self.num_steps += num_steps
             self._steps = deque(step._replace(shape=step.shape.after(num_steps)) for step in self._steps)
 
-    def go(self, now: float, on_start: Callable[[SimNode, Work], None], keeps_cache: bool) -> None:
-        """Plan what can be planned, and say when to wake; `on_start` hears whose first chunk was planned."""
+    def go(self, now: float, on_start: Callable[[SimNode, Work, int], None], keeps_cache: bool) -> None:
+        """Plan what can be planned, and say when to wake; `on_start` hears whose first chunk was planned, and what of
+        the prompt a cache had."""
         while len(self._steps) < STEPS_AHEAD and (step := self.engine.plan()) is not None:
             if not self._steps:
                 self._began_at = now
             self._steps.append(step)
             for work, num_cached in step.starts:
                 self.num_cached += num_cached
-                on_start(self, work)
+                on_start(self, work, num_cached)
         self.aim(now, keeps_cache)
 
     def aim(self, now: float, keeps_cache: bool) -> None:

@@ -60,6 +60,7 @@ class Outcome:
     num_refused: int
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]  # NaN of answers with one token
+    alone_s: NDArray[np.float64]  # to the first token, at least, had nobody else been there
     end_s: NDArray[np.float64]  # instants
     num_kept: int  # requests that kept the objective
     duration_s: float  # of virtual time, to the last end

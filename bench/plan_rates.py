@@ -106,6 +106,13 @@ class Rates:
         """Of one step."""
         return max(each.seconds(shape) for each in (self.chunk if shape.num_tokens else self.decode))
 
+    def first_s(self, num_tokens: int, num_cached: int, most: int) -> float:
+        """To the first token of a prompt that is alone, `most` tokens in a step; where several sums take turns, at least."""
+        left = num_tokens - num_cached
+        num_steps, shape = -(-left // most), Shape(0, 0, left, pairs_of(left, num_cached))
+        of_steps = max(each.seconds(shape) + (num_steps - 1) * each.base_s for each in self.chunk)
+        return self.route_s + of_steps + self.reply_s
+
     def run_s(self, shape: Shape, num_steps: int) -> float:
         """Of so many steps of the same rows, without chunks."""
         if num_steps == 0:

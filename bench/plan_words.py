@@ -43,11 +43,11 @@ def reasons(outcome: Outcome, slo: Slo, rates: Rates) -> list[str]:
         else:
             lines.append(f"{name} alone is kept: {_ms(reached_s)} ms of {_ms(limit_s)} ms; {share:.1%} miss it.")
     if "TTFT" in missed:
-        lines.append(_try(outcome, ("prefill", "mixed"), _TRY_TTFT))
+        lines.append(_try_ttft(outcome, slo))
     if "TPOT" in missed:
         step_s = rates.step_s(Shape(1, 1))
         alone = f"a sequence alone takes {_ms(step_s)} ms a step: " if step_s > slo.tpot_s else ""
-        lines.append(f"TPOT: {alone}{_TRY_TPOT}." if alone else _try(outcome, ("decode", "mixed"), _TRY_TPOT))
+        lines.append(f"TPOT: {alone}{_TRY_TPOT}." if alone else _try_tpot(outcome))
     if not missed and not outcome.num_refused:
         lines.append(
             "each limit is kept by itself, but not both by enough requests: a larger limit, or a lower --attainment."
@@ -55,12 +55,30 @@ def reasons(outcome: Outcome, slo: Slo, rates: Rates) -> list[str]:
     return lines
 
 
-def _try(outcome: Outcome, roles: tuple[str, ...], otherwise: str) -> str:
-    role = next(each for each in roles if each in outcome.use)
-    limit, use = ("TPOT" if "decode" in roles else "TTFT"), outcome.use[role]
-    if use >= _BUSY:
-        return f"{limit}: {role} nodes have a step in {use:.0%} of the time: more nodes (--max-nodes), or a slower trace (--speed)."
-    return f"{limit}: {role} nodes have a step in {use:.0%} of the time only, so more of them hardly help: {otherwise}."
+def _try_ttft(outcome: Outcome, slo: Slo) -> str:
+    """Which nodes are waited for is not known: those of a role may rest while prompts wait, as they come in bursts, or for room."""
+    alone_s = _reached(outcome.alone_s[~np.isnan(outcome.ttft_s)], slo.attainment)
+    if alone_s is not None and alone_s > slo.ttft_s:
+        return f"TTFT: {_ms(alone_s)} ms even of prompts that are alone, so more nodes hardly help: {_TRY_TTFT}."
+    if "mixed" in outcome.use:
+        return f"TTFT: prompts wait for a node: {_more('mixed', outcome)}."
+    if outcome.use["prefill"] >= _BUSY:
+        return f"TTFT: {_more('prefill', outcome)}."
+    return (
+        f"TTFT: prompts wait, though prefill nodes have a step in {outcome.use['prefill']:.0%} of the time only: for room at "
+        "decode nodes (more of these, --num-blocks or --max-num-seqs), or since they come in bursts (more prefill nodes)."
+    )
+
+
+def _try_tpot(outcome: Outcome) -> str:
+    role = "decode" if "decode" in outcome.use else "mixed"
+    if outcome.use[role] >= _BUSY:
+        return f"TPOT: {_more(role, outcome)}."
+    return f"TPOT: {role} nodes have a step in {outcome.use[role]:.0%} of the time only, so more of them hardly help: {_TRY_TPOT}."
+
+
+def _more(role: str, outcome: Outcome) -> str:
+    return f"{role} nodes have a step in {outcome.use[role]:.0%} of the time: more nodes (--max-nodes), or a slower trace (--speed)"
 
 
 def _reached(values: NDArray[np.float64], share: float) -> float | None:

@@ -29,7 +29,7 @@ RATES = {
 def _outcome(counts: Counts, attainment: float) -> Outcome:
     nothing = np.zeros(0)
     kept = round(1000 * attainment)
-    return Outcome(counts, 1000, 0, nothing, nothing, nothing, kept, 1.0, {}, {}, 0, 0, 0, 0, True)
+    return Outcome(counts, 1000, 0, nothing, nothing, nothing, nothing, kept, 1.0, {}, {}, 0, 0, 0, 0, True)
 
 
 @given(st.lists(SUMS, min_size=1, max_size=3), st.integers(1, 64), st.integers(0, 10_000), st.integers(1, 400))
@@ -42,6 +42,15 @@ def test_many_steps_take_as_long_as_each_of_them(
     one_by_one = sum(rates.step_s(shape.after(index)) for index in range(num_steps))
     assert rates.run_s(shape, num_steps) == pytest.approx(one_by_one, rel=1e-9)
     assert rates.steps_within(shape, rates.run_s(shape, num_steps) * (1 + 1e-9), num_steps + 5) == num_steps
+
+
+@given(st.integers(1, 3000), st.integers(0, 1000), st.integers(16, 700))
+def test_a_prompt_alone_takes_its_chunks_steps(num_new: int, num_cached: int, most: int) -> None:
+    rates = Rates((Terms(0.1),), (Terms(0.01, 0.0, 0.0, 1e-4, 1e-8),), 1, 1.0, 0.0, route_s=0.003, reply_s=0.002)
+    starts = range(num_cached, num_cached + num_new, most)
+    chunks = [(min(most, num_cached + num_new - start), start) for start in starts]
+    steps = [rates.step_s(Shape(0, 0, number, pairs_of(number, context))) for number, context in chunks]
+    assert rates.first_s(num_cached + num_new, num_cached, most) == pytest.approx(0.005 + sum(steps))
 
 
 def test_a_fit_finds_the_terms_that_steps_were_made_of() -> None:
@@ -156,7 +165,7 @@ def test_what_cannot_be_kept_is_said_with_exit_code_1(tmp_path: Path, capsys: py
         in said
     )
     assert "TPOT alone is kept: " in said
-    assert "% of the time only, so more of them hardly help: a larger --slo-ttft-ms" in said
+    assert "TTFT: 104 ms even of prompts that are alone, so more nodes hardly help: a larger --slo-ttft-ms" in said
 
 
 @pytest.mark.parametrize(
@@ -177,6 +186,25 @@ def test_a_named_cluster_that_misses_is_told_what_to_try(
     objective = ["--slo-ttft-ms", "150", "--slo-tpot-ms", "100", "--prefill", "1", "--decode", "1"]
     assert planner.main([*_files(tmp_path), *objective, *flags]) == 1
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("load", "more"),
+    [
+        ([(100 * n, 200) for n in range(20)], ["--max-num-seqs", "2", "--prefill", "1", "--decode", "20"]),
+        ([(5000 * (n // 8), 2) for n in range(40)], ["--prefill", "8", "--decode", "1"]),
+    ],
+)
+def test_prompts_that_wait_while_their_nodes_rest_are_told_of_what_helps(
+    load: list[tuple[int, int]], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Room at decode nodes, or, of prompts that come eight at a time, more prefill nodes: with these the same is kept."""
+    flags = [*_files(tmp_path), "--slo-ttft-ms", "150", "--slo-tpot-ms", "200"]
+    lines = [{"timestamp": at, "input_length": 50, "output_length": new, "hash_ids": []} for at, new in load]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert planner.main([*flags, *more, "--prefill", "1", "--decode", "1"]) == 1
+    assert "TTFT: prompts wait, though prefill nodes have a step in " in capsys.readouterr().out
+    assert planner.main([*flags, *more]) == 0
 
 
 @pytest.mark.parametrize(
