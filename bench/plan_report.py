@@ -174,9 +174,13 @@ def plot(found: Found, path: Path) -> None:
                     axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour)
         axes.set_xticks(range(len(prefills)), [str(each) for each in prefills])
         axes.set_yticks(range(len(decodes)), [str(each) for each in decodes])
-        axes.set(xlabel="prefill nodes", ylabel="decode nodes", title=verdict(found)[0].split(" keep")[0])
+        axes.set(xlabel="prefill nodes", ylabel="decode nodes", title=_title(found))
         figure.colorbar(drawn, label="share of requests that keep the objective")
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _title(found: Found) -> str:
+    return verdict(found)[0].split(" keep")[0] if found.named is None else str(found.named.counts)
 
 
 def _axis(numbers: Sequence[int]) -> list[int]:

@@ -128,6 +128,8 @@ class PlanConfig:
             raise ValueError("--model: needs --bytes-per-s and --operations-per-s, too")
         if (self.prefill is None) != (self.decode is None) or (self.mixed is not None and self.prefill is not None):
             raise ValueError("give --prefill and --decode together, or --mixed, or none of them")
+        if self.mixed is not None and self.plot is not None:
+            raise ValueError("--plot: is of prefill and decode nodes; leave it out with --mixed")
         if 0 in (self.prefill, self.decode):
             raise ValueError("--prefill and --decode: at least one node of each role")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -184,8 +184,10 @@ def test_a_named_cluster_that_misses_is_told_what_to_try(
 ) -> None:
     """Too much load, a limit below any step, a queue that is full."""
     objective = ["--slo-ttft-ms", "150", "--slo-tpot-ms", "100", "--prefill", "1", "--decode", "1"]
-    assert planner.main([*_files(tmp_path), *objective, *flags]) == 1
+    picture = tmp_path / "plan.svg"
+    assert planner.main([*_files(tmp_path), *objective, *flags, "--plot", str(picture)]) == 1
     assert line in capsys.readouterr().out
+    assert "<!-- 1 prefill + 1 decode -->" in picture.read_text(), "its title"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,7 @@ def test_prompts_that_wait_while_their_nodes_rest_are_told_of_what_helps(
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
+        (["--mixed", "1", "--plot", "plan.png"], "--plot: is of prefill and decode nodes; leave it out with --mixed"),
         (["--prefill", "1"], "give --prefill and --decode together, or --mixed, or none of them"),
         (["--placement-prefill", "best"], "--placement-prefill best: is none of cache_aware"),
         (["--num-blocks", "2"], "a request of 105 tokens fits no node of 2 blocks of 16"),
