@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
@@ -263,6 +265,10 @@ def _unless_error(answer: object) -> object:
 
 
 def _word_for(error: Exception) -> str:
-    """Its kind and, where Redis has said one, the code: the rest of its text might quote what it was given."""
+    """Its kind and, where Redis or TLS has said one, the code: the rest of its text might quote what it was given."""
+    if isinstance(cause := error.__cause__ or error.__context__, ssl.SSLError) and cause.reason:
+        return f"SSLError:{cause.reason}"
+    if type(error) is RedisConnectionError and " connecting to " not in str(error):
+        return "ConnectionError:CLOSED"
     code = re.match(r"[A-Z]{2,20}\b", str(error))
     return type(error).__name__ + (f":{code[0]}" if code else "")

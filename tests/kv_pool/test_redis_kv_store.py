@@ -18,6 +18,7 @@ from connector.kv_store import KvStoreError, KvStoreLimits, RunRead
 from connector.redis_kv_store import RedisKvStore
 from tests.kv_pool.places import REDIS_PREFIX, RedisPlace, blocks_of, keys_of, pairs, views
 from tests.registry.redis_server import RedisServer, started_redis
+from tests.security.strangers import make_certificates
 
 _R = TypeVar("_R")
 
@@ -239,6 +240,30 @@ def test_an_error_shows_no_password(server: RedisServer) -> None:
     assert str(raised.value) == "redis: AuthenticationError"
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
     store.close()
+
+
+@pytest.mark.covers("W08")
+def test_what_is_wrong_with_tls_is_said_and_is_not_that_nobody_is_there(tmp_path: Path) -> None:
+    """All of it was a ConnectionError, as of a server that is down, and a wrong URL was looked for in the wrong place."""
+    certs = make_certificates(tmp_path / "certs")
+    key, authority = certs / "tls.key", certs / "ca.crt"
+    flags = ["--tls-cert-file", f"{certs}/tls.crt", "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    trusting = f"rediss://127.0.0.1:{{port}}/0?ssl_ca_certs={authority}"
+    # The last --port wins: nothing is served but TLS.
+    with started_redis(tmp_path, *flags, "--tls-port", "{port}", "--port", "0", url=trusting) as redis:
+        over_tls = f"rediss://127.0.0.1:{redis.port}/0"
+        for url, word in (
+            (over_tls, "SSLError:CERTIFICATE_VERIFY_FAILED"),
+            (f"{over_tls}?ssl_ca_certs={key}", "SSLError:NO_CERTIFICATE_OR_CRL_FOUND"),
+            (f"redis://127.0.0.1:{redis.port}/0", "ConnectionError:CLOSED"),
+        ):
+            store = RedisKvStore(url, RECORDS, KvStoreLimits(timeout_s=60.0))
+            with pytest.raises(KvStoreError, match=f"^redis: {word}$"):
+                store.num_leading(keys_of(1))
+            store.close()
+        store = RedisKvStore(redis.url, RECORDS, KvStoreLimits(timeout_s=60.0))
+        assert store.num_leading(keys_of(1)) == 0
+        store.close()
 
 
 @pytest.mark.covers("W08")
