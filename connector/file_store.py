@@ -23,6 +23,7 @@ on the thread (node/kv_pool.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -141,7 +142,9 @@ class FileStore:
             try:
                 is_right = self._get(path, key, block)
             except OSError as error:
-                raise _failed(error) from None
+                if error.errno != errno.EIO:
+                    raise _failed(error) from None
+                is_right = False  # the disk cannot read it any more: written anew it lies elsewhere
             if is_right is False:
                 with contextlib.suppress(OSError):  # a disk that takes no writes keeps it; what is before it is right
                     Path(path).unlink()
