@@ -47,6 +47,7 @@ def main() -> NoReturn:
     job: dict[str, Any] = json.loads(control.recv(_MAX_CONTROL_BYTES))
     grammars = Grammars(Path(job["directory"]), job["vocab_size"])
     problem = ""
+    _silence_libraries()
     _leave_out_transformers()
     try:
         with loading():
@@ -60,6 +61,15 @@ def main() -> NoReturn:
             gc.freeze()  # the pages of what is there stay shared
             _fork_and_kill(control, grammars)
     os._exit(0)  # there is nothing to undo, and torch takes a second for it
+
+
+def _silence_libraries() -> None:
+    """Let only Python be heard: xgrammar's warnings have all of a grammar, for each place in it: gigabytes of a client's text."""
+    sys.stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 def _leave_out_transformers() -> None:
