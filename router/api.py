@@ -31,6 +31,7 @@ from router.chat_types import ChatBody
 from router.dashboard import AllWorkers, Dashboard
 from router.gate import OVER_LIMIT, account_of
 from router.intake import Intake, IntakeLimits, off_loop
+from router.json_reading import TURNS
 from router.launcher_link import LauncherLink
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
 from router.openai_types import (
@@ -269,7 +270,7 @@ class Api:
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 await self._shell.step_aside()
-                body = await off_loop(len(content), parse, content)
+                body = await off_loop(len(content), TURNS.call, len(content), parse, content)
                 if body.request_id is not None:
                     headers[REQUEST_ID] = client_id = body.request_id
                 asked = await self._asked(body, arrived_at, len(content))
@@ -298,7 +299,9 @@ class Api:
         if not isinstance(body, ResponsesBody):
             return await self._intake.asked(body, arrived_at, num_bytes)
         try:
-            return await self._intake.asked(await off_loop(num_bytes, body.as_chat), arrived_at, num_bytes)
+            return await self._intake.asked(
+                await off_loop(num_bytes, TURNS.call, num_bytes, body.as_chat), arrived_at, num_bytes
+            )
         except ApiError as error:
             raise renamed(error) from error
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
 
 from router.chat_template import TOLD_BY_OTHERS
+from router.json_reading import TURNS, read_json
 from router.openai_types import MAX_LOGPROBS, Flag, GenerationBody, Nested, bad_request
 from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
@@ -165,7 +166,7 @@ class ChatBody(GenerationBody):
 
 def _object_of(arguments: str) -> object:
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = TURNS.call(len(arguments), read_json, arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) and depth_of(parsed) <= MAX_TOOL_DEPTH else arguments

@@ -27,6 +27,7 @@ from router.chat_types import ChatBody
 from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Grammar, Sampling
 from router.forced_calls import forced_grammar, is_forced
+from router.json_reading import LARGE
 from router.openai_types import IDS_AT_ONCE, ApiError, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
@@ -39,7 +40,6 @@ from router.wrong_values import NO_CHARACTER, shown
 
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
-_LARGE_INPUT: Final = 64 << 10  # bytes or characters; from here on parsing and tokenizing leave the loop
 _turns: Final = TextTurns()
 _LEAST_SHARE: Final = 1e-6  # what is closer to 0 means the same, and 0 itself would switch the parameter off
 
@@ -366,6 +366,6 @@ def _too_long(field: str, text: TextTooLong, most_tokens: int | None) -> ApiErro
 
 async def off_loop(size: int, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
     """Call the function, in a thread if its input is large: the loop has other clients, and memory is not for all at once."""
-    if size < _LARGE_INPUT:
+    if size < LARGE:
         return function(*arguments, **named)
     return await _turns.call(size, functools.partial(function, *arguments, **named))

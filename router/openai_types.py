@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from proto.bounds import MAX_LOGIT_BIASES
+from router.json_reading import TooManyValues, read_json
 from router.wrong_values import SHOWN_LENGTH, shown, wrong_of
 from runtime.logs import printable
 
@@ -269,7 +270,9 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
 def _parsed(content: bytes) -> object:
     """JSON; what is wrong with it in words that are not Python's."""
     try:
-        return _DECODER.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
+        return read_json(content.decode(json.detect_encoding(content), "surrogatepass"), _DECODER)
+    except TooManyValues as error:
+        raise bad_request(None, f"The body has too much in it: {error}.") from error
     except (json.JSONDecodeError, _NoNumberError) as error:
         problem = str(error)
     except UnicodeDecodeError:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StrictStr
 
 from router.events import Grammar
+from router.json_reading import TURNS, TooManyValues, read_json
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats, within_quotes
 from router.schema_values import DECIMALS, LARGEST, followed, has_number, too_wide
@@ -176,7 +177,9 @@ def _of_structured(asked: StructuredOutputs) -> Grammar | None:
 
 def _parsed(text: str, field: str) -> Any:
     try:
-        return json.loads(text)
+        return TURNS.call(len(text), read_json, text)
+    except TooManyValues as error:
+        raise bad_request(field, str(error)) from error
     except (ValueError, RecursionError) as error:
         raise bad_request(field, f"is no JSON: {shown(text)}") from error
 

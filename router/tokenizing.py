@@ -21,6 +21,7 @@ from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_tool
 from router.gate import account_of
 from router.intake import off_loop
 from router.json_parts import Sliced, dump_ascii, json_parts
+from router.json_reading import TURNS
 from router.openai_types import ApiError, Body, CheckedBody, Flag, bad_request, parse_body, unknown_model
 from router.refusals import id_header, refusal
 from router.text import ModelText
@@ -88,7 +89,9 @@ class Tokenizing:
                 account.admit()
             async with asyncio.timeout(self._timeout_s):
                 content = await self._read(request)
-                body: Body = await off_loop(len(content), partial(parse_body, body_type), content)
+                body: Body = await off_loop(
+                    len(content), TURNS.call, len(content), partial(parse_body, body_type), content
+                )
                 asked: str | None = getattr(body, "model", None)
                 if asked not in (None, self._model_name):
                     raise unknown_model(str(asked), self._model_name)
