@@ -40,6 +40,7 @@ from router.wrong_values import NO_CHARACTER, shown
 
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
+_GRAMMAR_COST: Final = 64  # bytes of a prompt take as long as one of a grammar: its characters are looked at one by one
 _turns: Final = TextTurns()
 _LEAST_SHARE: Final = 1e-6  # what is closer to 0 means the same, and 0 itself would switch the parameter off
 
@@ -102,7 +103,7 @@ class Intake:
             )
             raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
-        grammar = await off_loop(num_bytes, self._grammar, body)
+        grammar = await off_loop(_GRAMMAR_COST * num_bytes if _is_bound(body) else 0, self._grammar, body)
         stops = Stops(body.stop)
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = []
@@ -279,6 +280,12 @@ class Intake:
             return asked_tokens
         room_now = (self._shell.max_total_tokens_now or longest) - num_prompt_tokens
         return room_now if room_now >= 1 else room  # no more than needs no node that has gone
+
+
+def _is_bound(body: CompletionBody | ChatBody) -> bool:
+    """Whether it may ask for a grammar."""
+    has_rules = body.response_format is not None or body.structured_outputs is not None
+    return has_rules or (isinstance(body, ChatBody) and is_forced(body))
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
