@@ -13,6 +13,7 @@ answered with what its text still lacks, and no node hears of it.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import secrets
@@ -108,6 +109,8 @@ class Intake:
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = []
         for prompt in prompts:
+            if asked:
+                await asyncio.sleep(0)  # one may take a millisecond, and a thousand a second
             self._check_length(prompt)
             fitting = self._fitting_max_tokens(prompt, field, max_tokens, self._shell.max_total_tokens)
             if max_tokens is None and isinstance(body, CompletionBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -109,6 +110,33 @@ def test_a_large_grammar_is_read_beside_the_loop(
         refused = await router.post(**asked)
         assert refused.status_code == 400 and ("than the 65536" in refused.text or "not supported" in refused.text)
         assert threads and threading.get_ident() not in threads
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+def test_between_two_prompts_of_a_list_the_loop_has_its_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_turns, seen = 0, list[int]()
+    own = ModelText.choice_text
+
+    def noted(*args: Any, **named: Any) -> Any:
+        seen.append(num_turns)
+        return own(*args, **named)
+
+    monkeypatch.setattr(ModelText, "choice_text", noted)
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def scenario(router: LiveRouter) -> None:
+        counting = asyncio.create_task(count())
+        answer = await router.post(prompt=["hi"] * 8, max_tokens=20)
+        counting.cancel()
+        assert answer.status_code == 200, answer.text
+        assert len(set(seen)) == 8
 
     play(model, scenario)
 
