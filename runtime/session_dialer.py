@@ -88,6 +88,7 @@ class _Line:
     wake: Bell = field(default_factory=Bell)  # of the newest stream's writer
     task: asyncio.Task[None] | None = None  # of the newest stream
     last_refusal: str = ""  # already logged
+    is_told: bool = False  # logged that it was up, or why it is not; from then on losses say why
     frames_resent: int = 0  # of sessions that are lost
     resumes: int = 0
 
@@ -197,14 +198,18 @@ class SessionDialer:
                 line.wake.ring()
             case OpenStream(stream):
                 self._open_stream(line, driver, stream)
-            case CloseStream():
+            case CloseStream(reason=reason):
+                if driver.session.state is State.CONNECTING and not line.is_told:
+                    line.is_told = True
+                    address = line.address
+                    log_event(LOG, logging.WARNING, "node_not_reached", node=peer.name, address=address, reason=reason)
                 if line.task is not None:
                     line.task.cancel()
                     line.task = None
             case LoadArrived(load):
                 self._handler.on_load(peer, load)
             case Up(is_resumed):
-                line.last_refusal = ""
+                line.last_refusal, line.is_told = "", True
                 log_event(LOG, logging.INFO, "session_up", node=peer.name, is_resumed=is_resumed)
                 self._handler.on_up(peer)
             case Broken(reason):
