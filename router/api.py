@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.answer import Arrival, Asked, Delivery
+from router.bodies import Bodies
 from router.canary import AlreadyLooking, DeepLook
 from router.chat_types import ChatBody
 from router.dashboard import AllWorkers, Dashboard
@@ -115,6 +116,7 @@ class Api:
         self._text = text
         self._settings = settings
         self._workers = settings.all_workers
+        self._bodies = Bodies(settings.max_body_bytes)
         limits = IntakeLimits(
             settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n, settings.tool_parser
         )
@@ -122,7 +124,7 @@ class Api:
         self._sight = Sight(shell)
         self._deep = DeepLook(shell, text)
         self._tokenizing = Tokenizing(
-            text, settings.model_name, self._read, settings.request_timeout_s, lambda: shell.max_total_tokens
+            text, settings.model_name, self._bodies.read, settings.request_timeout_s, lambda: shell.max_total_tokens
         )
         self._dashboard = Dashboard(shell, settings.model_name, settings.all_workers, settings.launcher)
         self._started = unix_seconds()
@@ -268,7 +270,7 @@ class Api:
             if account is not None:
                 account.admit()
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
-                content = await self._read(request)
+                content = await self._bodies.read(request)
                 await self._shell.step_aside()
                 body = await off_loop(len(content), TURNS.call, len(content), parse, content)
                 if body.request_id is not None:
@@ -314,20 +316,6 @@ class Api:
             name, body.includes_usage, body.return_token_ids, body.num_logprobs, body.counts_in_chunks
         )
         return AnswerWriter(asked, form, options, self._text.spelling)
-
-    async def _read(self, request: Request) -> bytes:
-        """The body, refused while it is read once it is too large."""
-        limit = self._settings.max_body_bytes
-        too_large = ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
-        announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced[:20]) > limit:
-            raise too_large
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > limit:
-                raise too_large
-        return bytes(content)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -19,16 +19,22 @@ MAX_BODY: Final = 1024  # bytes
 def find_objection(headers: Mapping[str, str]) -> str | None:
     """One sentence for who is turned away; None: it may. `headers`: by names in lower case."""
     host, origin = headers.get("host", ""), headers.get("origin", "")
-    if headers.get("sec-fetch-site", "same-origin") != "same-origin" or not _is_of(origin, host):
+    if headers.get("sec-fetch-site", "same-origin") != "same-origin" or not is_of(origin, host):
         return "Only the router's own dashboard may ask for this."
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if not is_json(headers):
         return "This wants JSON."
     if not _is_address(host):
         return "Open the dashboard by the router's address, or as localhost: other names may be anybody's."
     return None
 
 
-def _is_of(origin: str, host: str) -> bool:
+def is_json(headers: Mapping[str, str]) -> bool:
+    """Whether it is said to be what a browser sends to no other site without having asked there."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+def is_of(origin: str, host: str) -> bool:
+    """Whether a page of this origin belongs to who was called by this name."""
     try:
         parts = urlsplit(origin)
     except ValueError:

@@ -52,6 +52,7 @@ _ENDS_OF_CHOICES: Final = ("stop", "length", RESCHEDULED)
 # What a client is told whose request is refused before the core hears of it (api.py).
 _REFUSALS: Final = (
     *("invalid_value", "context_length_exceeded", "model_not_found", "body_too_large", "timeout"),
+    *("too_many_bodies", "foreign_page"),
     *("NO_NODES", "SHUTTING_DOWN"),
 )
 # Counter -> the values of its label that are known beforehand.

@@ -1,0 +1,76 @@
+"""How much of all bodies may be on its way, and of whom they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from router.bodies import SMALL
+from tests.router.live_router import MODEL_NAME, LiveRouter, live_router
+from tests.router.tiny_model import write_model_text
+
+KIB = 1 << 10
+MAX_BODY = 1 << 20  # live_router's
+NUM_AT_ONCE = 32  # of such
+
+
+async def begin_body(router: LiveRouter, num_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A request whose body has all but its last byte."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {num_bytes}"
+    writer.write(head.encode() + b"\r\n\r\n" + b" " * (num_bytes - 1))
+    await writer.drain()
+    return reader, writer
+
+
+@pytest.mark.covers("X05")
+def test_so_much_of_large_bodies_is_on_its_way_at_once_and_small_ones_are_let_in_beside_them(tmp_path: Path) -> None:
+    asyncio.run(_many_large_bodies(tmp_path))
+
+
+async def _many_large_bodies(tmp_path: Path) -> None:
+    async with live_router(write_model_text(tmp_path / "model")) as router:
+        held = [await begin_body(router, MAX_BODY) for _ in range(NUM_AT_ONCE + 1)]  # of each a little is not counted
+        held += [await begin_body(router, 3 * SMALL) for _ in range(NUM_AT_ONCE)]
+        refused = [asyncio.create_task(reader.readline()) for reader, _ in held]
+        done, _ = await asyncio.wait(refused, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result() for task in done} == {b"HTTP/1.1 503 Service Unavailable\r\n"}
+        assert (await router.post(prompt="x" * 20)).status_code == 200
+        text = (await router.client.get("/metrics")).text
+        assert 'baton_router_turned_away_total{reason="too_many_bodies"}' in text
+        for task in refused:
+            task.cancel()
+        for _, writer in held:
+            writer.close()
+        for _ in range(200):  # until the router has seen that they are gone
+            late = await router.post(user="u" * (300 * KIB))
+            if late.status_code != 503:
+                break
+            await asyncio.sleep(0.05)
+        assert late.status_code in (200, 400), "what was counted is counted no more"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_page_of_another_site_spends_nothing_here_unless_its_browser_asks_first(tmp_path: Path, path: str) -> None:
+    asyncio.run(_pages_of_other_sites(tmp_path, path))
+
+
+async def _pages_of_other_sites(tmp_path: Path, path: str) -> None:
+    async with live_router(write_model_text(tmp_path / "model")) as router:
+        body = json.dumps({"model": MODEL_NAME, "prompt": "hi", "input": "hi"}).encode()
+
+        async def status(content_type: str, **headers: str) -> int:
+            given = {"content-type": content_type} | headers
+            return (await router.client.post(path, content=body, headers=given)).status_code
+
+        for origin in ("http://evil.example", "null", f"http://127.0.0.1:{router.port + 1}", "http://["):
+            for simple in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+                assert await status(simple, origin=origin) == 415
+            assert await status("application/json", origin=origin) != 415, "who answers in front has let it ask"
+        assert await status("text/plain", origin=f"http://127.0.0.1:{router.port}") != 415
+        assert await status("application/x-www-form-urlencoded") != 415, "curl -d says no more"
+        asked = await router.client.options(path, headers={"origin": "http://evil.example"})
+        assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
