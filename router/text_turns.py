@@ -7,6 +7,7 @@ up none that is shorter. Who gives up keeps its turn until its thread has ended,
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,9 @@ from typing import Final, TypeVar
 AT_ONCE: Final = 8 << 20  # bytes, of either kind; one text may be larger
 LONG: Final = 1 << 20  # bytes
 _NUM_THREADS: Final = 16
+_GIVE_WAY_S: Final = (
+    0.0005  # for so long a thread keeps the interpreter from the loop, and from others; Python's own is ten times that
+)
 
 R = TypeVar("R")
 
@@ -65,22 +69,34 @@ class TextTurns:
     def __init__(self) -> None:
         self._short, self._long = _Lane(), _Lane()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "router-text")
+        self._num_working = 0
+        self._usual_s = sys.getswitchinterval()
 
     async def call(self, size: int, work: Callable[[], R]) -> R:
         """What `work` returns or raises; `size`: bytes of its text."""
         lane, size, loop = self._long if size >= LONG else self._short, min(size, AT_ONCE), asyncio.get_running_loop()
         await lane.take(size)
 
+        def ended(give_back: Callable[[int], None]) -> None:
+            self._works(-1)
+            give_back(size)
+
         def over(_: Future[R]) -> None:
             try:
-                loop.call_soon_threadsafe(lane.give_back, size)
+                loop.call_soon_threadsafe(ended, lane.give_back)
             except RuntimeError:
-                lane.forget(size)
+                ended(lane.forget)
 
+        self._works(1)
         try:
             future = self._threads.submit(work)
         except RuntimeError:  # the process ends, or has no thread left
-            lane.give_back(size)
+            ended(lane.give_back)
             raise
         future.add_done_callback(over)
         return await asyncio.wrap_future(future)
+
+    def _works(self, number: int) -> None:
+        """So many more threads work: with as many as there are the loop would get the interpreter back after each had its turn."""
+        self._num_working += number
+        sys.setswitchinterval(_GIVE_WAY_S if self._num_working else self._usual_s)

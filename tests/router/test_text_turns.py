@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -201,5 +202,26 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
             assert "characters are more than the" in error["message"] and not tokenized
             assert (await router.post(path, **(body | shorter))).status_code == 200 and len(tokenized) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("A13")
+def test_while_texts_are_worked_on_threads_give_way_to_the_loop_ten_times_as_soon() -> None:
+    usual_s, turns, is_over = sys.getswitchinterval(), TextTurns(), threading.Event()
+
+    def fails() -> float:
+        is_over.wait(20)
+        raise ValueError
+
+    async def run() -> None:
+        first = asyncio.create_task(turns.call(1, fails))
+        within = [await turns.call(1, sys.getswitchinterval) for _ in range(3)]
+        assert within == [pytest.approx(usual_s / 10)] * 3
+        is_over.set()
+        with pytest.raises(ValueError):
+            await first
+        await asyncio.sleep(0)  # behind the answer the turn ends
+        assert sys.getswitchinterval() == usual_s
 
     asyncio.run(run())
