@@ -107,7 +107,7 @@ class Intake:
         grammar = await off_loop(_GRAMMAR_COST * num_bytes if _is_bound(body) else 0, self._grammar, body)
         stops = Stops(body.stop)
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
-        asked = []
+        asked = list[Asked]()
         for prompt in prompts:
             if asked:
                 await asyncio.sleep(0)  # one may take a millisecond, and a thousand a second

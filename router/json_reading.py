@@ -17,6 +17,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 MAX_VALUES: Final = 1 << 17  # names, texts, objects, arrays, fractions, truth values: up to 0.2 s, with their checking
 MAX_NUMBERS: Final = 1 << 20  # whole numbers and what else commas part, which is read in as long
 LARGE: Final = 64 << 10  # bytes or characters: parsing and tokenizing them leaves the loop, and parsing has turns
+MOST_REST_S: Final = 0.5  # what takes longer takes it from a machine that stands still, and more rest helps nobody
 _COUNTED: Final = "[{.eE"  # what outside of texts begins one of MAX_VALUES, or is within one
 _DECODER: Final = json.JSONDecoder()
 
@@ -53,7 +54,7 @@ class Turns:
                 return function(*arguments, **named)
             finally:
                 ended_s = time.monotonic()
-                self._rests_until_s = 2 * ended_s - began_s
+                self._rests_until_s = ended_s + min(ended_s - began_s, MOST_REST_S)
 
 
 TURNS: Final = Turns()  # of the process, since what they share is its interpreter

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from router.json_reading import LARGE, MAX_NUMBERS, MAX_VALUES, TooManyValues, Turns, read_json
+from router.json_reading import LARGE, MAX_NUMBERS, MAX_VALUES, MOST_REST_S, TooManyValues, Turns, read_json
 from tests.router.live_router import LiveRouter
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
@@ -94,6 +94,16 @@ def test_large_texts_are_read_one_by_one_with_as_long_a_rest_behind_each() -> No
         thread.join()
     for (began_s, ended_s), (next_s, _) in pairwise(spans):
         assert next_s - ended_s >= ended_s - began_s
+
+
+def test_the_rest_behind_a_process_that_stood_still_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, rests = Turns(), list[float]()
+    instants = iter([0.0, 0.0, 600.0, 600.0, 600.5, 600.6])
+    monkeypatch.setattr(time, "monotonic", lambda: next(instants))
+    monkeypatch.setattr(time, "sleep", rests.append)
+    for _ in range(2):
+        turns.call(LARGE, lambda: None)
+    assert rests == [0.0, MOST_REST_S]
 
 
 def test_a_short_text_waits_for_no_turn() -> None:
