@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import itertools
 import os
 import re
@@ -32,7 +33,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final
 
 from connector.kv_record import HEADER_BYTES, KvRecords
 from connector.kv_store import Count, KvStoreError, KvStoreLimits, RunRead, count_nowhere
@@ -51,10 +52,8 @@ _SHARES_FREED: Final = 4
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class _File(NamedTuple):
-    mtime_ns: int
-    num_bytes: int
-    path: str
+# mtime_ns, num_bytes, path. Of a large pool there are many: plain ones, which no walk over all objects looks at again.
+_File = tuple[int, int, str]
 
 
 class FileStore:
@@ -260,19 +259,20 @@ class FileStore:
         """Remove what is too old and, where there is more than `most_bytes`, that and some more, the least recently used first."""
         now_ns = self._clock_ns()
         num_leftovers = 0
-        for part in _entries(f"{self._root}/{_TMP}", _PART, now_ns):
-            if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part.path):
+        for mtime_ns, _, path in _entries(f"{self._root}/{_TMP}", _PART, now_ns):
+            if now_ns - mtime_ns > LEFTOVER_S * 1e9 and _remove(path):
                 num_leftovers += 1
         folders = [entry.path for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
-        files = sorted(file for folder in folders for file in _entries(folder, _FILE, now_ns))
-        num_bytes = sum(file.num_bytes for file in files)
+        # By folder: while a sort goes on no other thread has the interpreter.
+        found = [sorted(_entries(folder, _FILE, now_ns)) for folder in folders]
+        num_bytes = sum(file_bytes for files in found for _, file_bytes, _ in files)
         kept_bytes = most_bytes if num_bytes <= most_bytes else most_bytes - freed_bytes
         num_evicted = 0
-        for file in files:
-            if num_bytes <= kept_bytes and now_ns - file.mtime_ns <= self._limits.ttl_s * 1e9:
+        for mtime_ns, file_bytes, path in heapq.merge(*found):
+            if num_bytes <= kept_bytes and now_ns - mtime_ns <= self._limits.ttl_s * 1e9:
                 break
-            num_bytes -= file.num_bytes
-            num_evicted += _remove(file.path)
+            num_bytes -= file_bytes
+            num_evicted += _remove(path)
         self._count("leftover", num_leftovers)
         self._count("evicted", num_evicted)
 
@@ -328,7 +328,7 @@ def _entries(folder: str, pattern: re.Pattern[str], now_ns: int) -> Iterator[_Fi
                     if found.st_mtime_ns > now_ns + AHEAD_S * 1e9:
                         with contextlib.suppress(PermissionError):  # somebody else's: renewed by one of theirs
                             os.utime(entry.path, follow_symlinks=False)
-                    yield _File(min(found.st_mtime_ns, now_ns), found.st_size, entry.path)
+                    yield min(found.st_mtime_ns, now_ns), found.st_size, entry.path
 
 
 def _remove(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -142,6 +144,28 @@ def test_several_writers_together_keep_the_bound(tmp_path: Path) -> None:
     assert max_records * 3 // 4 < most <= max_records
     assert place.names() > set(keys[-40:])
     assert list((root / "tmp").iterdir()) == []
+
+
+@pytest.mark.covers("W05", "W10")
+def test_a_look_at_a_large_pool_keeps_the_interpreter_for_no_longer_than_one_at_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sorts lets no other thread run: with a terabyte of blocks no step began for a second. Nor do walks over all objects."""
+    sorted_at_once: list[int] = []
+
+    def sorting(items: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+        files = sorted(items)
+        sorted_at_once.append(len(files))
+        gc.collect(0)
+        assert not any(map(gc.is_tracked, files))
+        return files
+
+    store = FileStore(tmp_path / "pool", RECORDS, KvStoreLimits(max_bytes=2000 * RECORDS.record_bytes))
+    keys, blocks = keys_of(2500), blocks_of(2500, SMALL)
+    monkeypatch.setattr("connector.file_store.sorted", sorting, raising=False)
+    store.write(pairs(keys, blocks))
+    assert sum(sorted_at_once) > 2500 and max(sorted_at_once) < 100
+    assert FilePlace(tmp_path / "pool").names() > set(keys[-1000:])
 
 
 @pytest.mark.covers("W10")

@@ -69,8 +69,8 @@ MUTANTS: Final = (
         "kv-leftovers-stay",
         "What dead writers left is never removed.",
         "connector/file_store.py",
-        "if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part.path):",
-        "if now_ns - part.mtime_ns > 1e30 and _remove(part.path):",
+        "if now_ns - mtime_ns > LEFTOVER_S * 1e9 and _remove(path):",
+        "if now_ns - mtime_ns > 1e30 and _remove(path):",
         _FILE,
     ),
     Mutant(
@@ -85,8 +85,8 @@ MUTANTS: Final = (
         "kv-file-of-a-living-writer-removed",
         "Whatever lies in tmp is removed, also what somebody is writing.",
         "connector/file_store.py",
-        "if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part.path):",
-        "if _remove(part.path):",
+        "if now_ns - mtime_ns > LEFTOVER_S * 1e9 and _remove(path):",
+        "if _remove(path):",
         _FILE,
     ),
     Mutant(
