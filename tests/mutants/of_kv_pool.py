@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 
 _CONTRACT: Final = ("tests/kv_pool/test_store_contract.py",)  # for all of it there must be a redis-server
 _FILE: Final = ("tests/kv_pool/test_file_store.py",)
+_DISK: Final = ("tests/kv_pool/test_spoilt_disk.py",)
 _REDIS: Final = ("tests/kv_pool/test_redis_kv_store.py",)
 _BREAKER: Final = ("tests/kv_pool/test_kv_breaker.py",)
 _STAGING: Final = ("tests/kv_pool/test_kv_staging.py",)
@@ -72,6 +73,38 @@ MUTANTS: Final = (
         "if now_ns - mtime_ns > LEFTOVER_S * 1e9 and _remove(path):",
         "if now_ns - mtime_ns > 1e30 and _remove(path):",
         _FILE,
+    ),
+    Mutant(
+        "kv-unreadable-block-stays",
+        "A block that its disk cannot read any more stays, and fails whoever fetches it.",
+        "connector/file_store.py",
+        "if error.errno != errno.EIO:",
+        "if error.errno != errno.ENOENT:",
+        _DISK,
+    ),
+    Mutant(
+        "kv-clock-needs-a-file",
+        "On a disk that takes no file nobody knows what is too old.",
+        "connector/file_store.py",
+        "        os.utime(folder)\n",
+        "        Path(self._part_path()).touch()\n",
+        _DISK,
+    ),
+    Mutant(
+        "kv-files-sorted-at-once",
+        "All files of a large pool are sorted at once, and no other thread runs meanwhile.",
+        "connector/file_store.py",
+        "found = [sorted(_entries(folder, _FILE, now_ns)) for folder in folders]",
+        "found = [sorted(file for folder in folders for file in _entries(folder, _FILE, now_ns))]",
+        _FILE,
+    ),
+    Mutant(
+        "kv-redis-tls-untold",
+        "A Redis with whom no TLS comes about is told as one that is down.",
+        "connector/redis_kv_store.py",
+        "ssl.SSLError) and cause.reason:",
+        "ssl.SSLError) and not cause.reason:",
+        _REDIS,
     ),
     Mutant(
         "kv-file-of-the-future-stays",
