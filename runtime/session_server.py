@@ -27,9 +27,9 @@ from proto import baton_pb2 as pb
 from runtime.bell import Bell
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
-from runtime.session_book import Admitted, SessionBook
+from runtime.session_book import MAX_SESSIONS, Admitted, SessionBook
 from runtime.session_driver import STATUS, SessionDriver, surface, write_frames
-from runtime.session_end import SessionEnd
+from runtime.session_end import MAX_NAME_CHARS, SessionEnd
 from runtime.session_events import (
     Broken,
     Called,
@@ -94,6 +94,7 @@ class SessionServer:
         self._streams: dict[int, _Stream] = {}
         self._stream_numbers = count(1)
         self._is_closed = False
+        self._refused: dict[str, str] = {}  # by router, oldest first: why it got no session last
         self._past_frames_resent = 0  # of sessions that are lost
         self._past_resumes = 0
 
@@ -108,8 +109,9 @@ class SessionServer:
             await context.abort(STATUS[Fate.ENDED], "this incarnation of the node has ended")
         admission = self._book.admit(hello)
         if not isinstance(admission, Admitted):
-            log_event(LOG, logging.WARNING, "session_refused", router=hello.peer.name, reason=admission.reason)
+            self._tell_refusal(hello.peer.name[:MAX_NAME_CHARS], admission.reason)
             await context.abort(STATUS[admission.fate], admission.reason)
+        self._refused.pop(hello.peer.name, None)
         if admission.superseded is not None:
             self._drivers[admission.superseded].feed(Superseded(f"the router opened session {hello.session_id:016x}"))
         driver = self._driver(admission.session)
@@ -206,6 +208,14 @@ class SessionServer:
                 raise AssertionError(f"{output} is a dialer's")
             case _:
                 assert_never(output)
+
+    def _tell_refusal(self, router: str, reason: str) -> None:
+        """Log it, if it is news: a router dials again and again, for as long as its registry names who is not here any more."""
+        if self._refused.pop(router, None) != reason:
+            log_event(LOG, logging.WARNING, "session_refused", router=router, reason=reason)
+        self._refused[router] = reason
+        if len(self._refused) > MAX_SESSIONS:
+            del self._refused[next(iter(self._refused))]
 
     def _forget(self, session: SessionEnd) -> None:
         self._book.strike(session)
