@@ -106,9 +106,10 @@ def test_a_timeline_is_gone_only_where_all_workers_say_so(model: Path, is_one_la
             state = (await router.client.get("/dashboard/state")).json()
             assert state["num_workers"] == 2
             assert [each["worker"] for each in state["state"]["workers"]] == ([1] if is_one_late else [0, 1])
-            answer = await router.client.get("/dashboard/requests/nobodys")
-            assert answer.status_code == (503 if is_one_late else 404)
-            assert ("Retry-After" in answer.headers) == is_one_late
+            for path in ("/dashboard/requests/nobodys", "/v1/requests/nobodys/timeline"):
+                answer = await router.client.get(path)
+                assert answer.status_code == (503 if is_one_late else 404), path
+                assert ("Retry-After" in answer.headers) == is_one_late
 
     asyncio.run(run())
 
