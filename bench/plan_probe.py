@@ -190,7 +190,8 @@ def rates_of(
     step_s = decode.seconds(Shape(1, lengths[0]))
     tails = np.array([min(each, probe.chunk) for each in lengths], float)
     exposed = np.array([statistics.median(gaps[each]) for each in lengths]) - step_s
-    link = least_squares({"latency_s": np.ones(len(lengths)), "token_s": tails}, np.maximum(exposed, 0.0))
+    usual = max(float(np.median(exposed)), step_s)  # a gap that was too short by chance is no gap of 0, known exactly
+    link = least_squares({"latency_s": np.ones(len(lengths)), "token_s": tails}, np.maximum(exposed, 0.0), usual)
     slope = max(link.get("token_s", 0.0), probe.token_bytes / 1e11)
     of_chunk = found.get("token_s", 0.0), found.get("pair_s", 0.0)
     chunk = Terms(max(found.get("base_s", 0.0), _LEAST_S), decode.row_s, decode.position_s, *of_chunk)
@@ -205,9 +206,13 @@ def rates_of(
     )
 
 
-def least_squares(columns: dict[str, np.ndarray[Any, Any]], values: np.ndarray[Any, Any]) -> dict[str, float]:
-    """Of relative errors, none below 0: what would be is left out, the furthest below first. ValueError: too few values."""
-    weights = 1 / np.maximum(np.abs(values), 1e-6)
+def least_squares(
+    columns: dict[str, np.ndarray[Any, Any]], values: np.ndarray[Any, Any], least: float = 1e-6
+) -> dict[str, float]:
+    """Of relative errors, none below 0: what would be is left out, the furthest below first. ValueError: too few values.
+
+    `least`: errors of smaller values are relative to it."""
+    weights = 1 / np.maximum(np.abs(values), least)
     names = list(columns)
     while True:
         if len(values) < len(names):

@@ -82,6 +82,10 @@ def test_a_probe_finds_the_rates_of_what_it_is_shown() -> None:
     assert rates.chunk[0].base_s == pytest.approx(chunk.base_s, rel=0.01)
     assert (rates.route_s, rates.link_latency_s) == pytest.approx((0.005, 0.003), rel=0.01)
     assert rates.link_bytes_per_s == pytest.approx(1e7, rel=0.01)
+    gaps[64] = [0.0]  # two tokens that one read brought
+    rates = plan_probe.rates_of(probe, firsts, gaps, steps)
+    handoff_s = [rates.link_latency_s + rates.transfer_s(length) for length in (16, 128)]
+    assert handoff_s == pytest.approx([0.003 + 16e-4, 0.003 + 128e-4], rel=0.65)
 
 
 def test_limits_of_hardware_are_the_longer_of_reading_and_multiplying() -> None:
