@@ -115,6 +115,10 @@ class Prober:
                 raise ClusterProblem(f"{self._sender.server.base_url}: nobody answers there: {record.error}")
             if not record.is_ok:
                 raise ClusterProblem(f"{self._sender.server.base_url}: {of}, failed: {record.kind} {record.error}")
+            if record.output_tokens is None:
+                raise ClusterProblem(
+                    f"{self._sender.server.base_url}: {of}, came without a count of its tokens (usage)"
+                )
             if record.output_tokens != record.output_tokens_asked or len(record.chunk_at_s) < min(
                 2, record.output_tokens
             ):

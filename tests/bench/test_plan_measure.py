@@ -114,6 +114,10 @@ def _short(record: Record) -> None:
     record.output_tokens = 1
 
 
+def _uncounted(record: Record) -> None:
+    record.output_tokens = None
+
+
 def _whole(record: Record) -> None:
     record.chunk_at_s = record.chunk_at_s[:1]
 
@@ -125,6 +129,7 @@ def _at_once(record: Record) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
+        (_uncounted, "to be answered by 4, came without a count of its tokens (usage)"),
         (_refused, "a prompt of 16 tokens, to be answered by 4, failed: 404 model_not_found no such model"),
         (_cut_off, "a prompt of 900 tokens, to be answered by 1, failed: broken the server closed the connection"),
         (
