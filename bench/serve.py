@@ -30,7 +30,7 @@ from rich.console import Console
 from bench.completions import Asking, Record, one_line
 from bench.frame import INTERRUPTED, PIPE_WIDTH, facts
 from bench.http_exchange import Server
-from bench.load import Halt, Sender, Watcher, run_closed_loop, run_open_loop
+from bench.load import Halt, Sender, run_closed_loop, run_open_loop
 from bench.load_progress import LoadProgress
 from bench.report import report_of
 from bench.serve_config import BARE_FLAGS, DESCRIPTION, BenchConfig
@@ -122,9 +122,10 @@ class _Call:
     async def _one(self, loads: Loads, asking: Asking, rate: float | None, halt: Halt) -> Run:
         load_ = loads.of_run(asking, rate, f"{self.config.seed}/{len(self.runs)}")
         pace = _pace(self.config, rate)
+        sender = await warmed_up(self.config, asking, load_, halt)
         with LoadProgress(self.console, pace, load_.num_requests) as progress:
             began_at, computed_s = time.monotonic(), time.process_time()
-            records = await send(self.config, asking, load_, halt, progress)
+            records = await send(replace(sender, watcher=progress), self.config, asking, load_, halt)
             busy = (time.process_time() - computed_s) / max(time.monotonic() - began_at, 1e-9)
         self.runs.append(Run(rate, pace, records, report_of(records, self.config.slo), busy))
         return self.runs[-1]
@@ -133,20 +134,22 @@ class _Call:
 async def measure(config: BenchConfig, asking: Asking) -> list[Record]:
     """One run at the first of the config's rates; a record of each request, in order. ServerProblem, ValueError."""
     load_ = Loads(config).of_run(asking, config.fixed_rates[0], f"{config.seed}/0")
-    return await send(config, asking, load_, Halt(), None)
+    return await send(await warmed_up(config, asking, load_, Halt()), config, asking, load_, Halt())
 
 
-async def send(
-    config: BenchConfig, asking: Asking, load_: RunLoad, halt: Halt, watcher: Watcher | None
-) -> list[Record]:
-    """Warm up, then send a run's requests; a record of each that was begun, in order. ServerProblem."""
+async def warmed_up(config: BenchConfig, asking: Asking, load_: RunLoad, halt: Halt) -> Sender:
+    """Who sends a run's requests, once those before it, which nobody counts, have been answered. ServerProblem."""
     try:
         server = await Server.parse(config.url).resolved()
     except OSError as error:
         raise _unreachable(config, error) from None
     sender = Sender(server, asking.is_stream, config.timeout_s, None, _tls(config), config.api_key, asking.path)
     await run_closed_loop(sender, load_.asked(asking, load_.warmup), 1, halt)
-    sender = replace(sender, watcher=watcher)
+    return sender
+
+
+async def send(sender: Sender, config: BenchConfig, asking: Asking, load_: RunLoad, halt: Halt) -> list[Record]:
+    """Send a run's requests; a record of each that was begun, in order."""
     if config.concurrency is not None:
         asked = load_.asked(asking, load_.requests)
         return await run_closed_loop(sender, asked, config.concurrency, halt, config.duration_s or math.inf)

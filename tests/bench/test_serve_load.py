@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -120,7 +121,11 @@ def test_answers_that_nobody_counted_are_told_of_and_no_sweep_goes_by_their_tpot
     async def sent(*_: object) -> list[Record]:
         return records
 
+    async def warmed(*_: object) -> Sender:
+        return Sender(Server.parse("http://127.0.0.1:9"), True, 10.0)
+
     monkeypatch.setattr(serve, "find_asking", found)
+    monkeypatch.setattr(serve, "warmed_up", warmed)
     monkeypatch.setattr(serve, "send", sent)
     with pytest.raises(SystemExit) as end:
         main(["--sweep", "--slo-tpot-ms", "50"])
@@ -157,6 +162,33 @@ def test_a_generator_that_computes_all_the_time_is_told_of_and_stands_in_the_fil
     assert "this generator computed 97% of the time" in shown(Outcome("m", "words", [run], False), config)
     assert "computed" not in shown(Outcome("m", "words", [replace(run, busy=0.5)], False), config)
     assert run.to_json(config.slo)["generator_busy"] == 0.97
+
+
+def test_a_slow_warm_up_hides_no_busy_generator(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it used is a share of the run, of which warming up is no part."""
+    clock = SimpleNamespace(now=0.0, used=0.0)
+    clock.monotonic, clock.process_time = lambda: clock.now, lambda: clock.used
+
+    async def found(*_: object) -> Asking:
+        return ASKING
+
+    async def loop(sender: Sender, asked: Iterator[Asked], *_: object) -> list[Record]:
+        clock.now += 10
+        return []
+
+    async def open_loop(*_: object) -> list[Record]:
+        clock.now, clock.used = clock.now + 5, clock.used + 5
+        return list(served(SWEEP, 4.0, "1").records)
+
+    monkeypatch.setattr(serve, "time", clock)
+    monkeypatch.setattr(serve, "find_asking", found)
+    monkeypatch.setattr(serve, "run_closed_loop", loop)
+    monkeypatch.setattr(serve, "run_open_loop", open_loop)
+    monkeypatch.setattr(Server, "resolved", lambda server: asyncio.sleep(0, server))
+    assert main(["--rate", "4"]) == 0
+    assert "this generator computed 100% of the time" in capsys.readouterr().out
 
 
 def test_what_is_begun_at_once_is_late_by_the_texts_that_are_made_between() -> None:
