@@ -56,7 +56,7 @@ class FindingConfig:
             raise ValueError(problem)
         if not self.node:
             raise ValueError(
-                "NODE is missing: the node's name, as in baton drain decode-0, or HOST:PORT of its gRPC port"
+                "NODE is missing: the node's name, such as decode-0, or HOST:PORT of its gRPC port"
             )
         if not self.is_address and not self.knows_registry:
             raise ValueError(

@@ -134,6 +134,7 @@ def test_a_change_that_came_to_something_else_is_exit_code_1_and_what_can_be_men
     assert run("prefill", incarnation=5) == 2
     assert capsys.readouterr().err.endswith(": ChangeRole is meant for another process\n"), "and no gRPC code before it"
     for words, sentence in (
+        ([], "NODE is missing: the node's name, such as decode-0, or HOST:PORT of its gRPC port"),
         (["decode-0", "--router", "127.0.0.1:1"], "the role is missing: prefill, decode or mixed"),
         (["decode-0", "router", "--router", "127.0.0.1:1"], "must be one of prefill, decode, mixed"),
         (["decode-0", "prefill"], "--router HOST:PORT, --registry URL or --run-dir DIR is missing"),
