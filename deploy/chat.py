@@ -39,7 +39,7 @@ Talk to a model, streaming, on any server of OpenAI's API. With a question, or w
 
   baton chat                                        the first model at http://127.0.0.1:8000
   baton chat http://10.0.0.5:8000 --model llama-3 --system "Answer in one sentence."
-  baton chat "What is a baton?" > answer.txt        one answer; exit code 1 and a line on stderr where there is none
+  baton chat "What is Baton?" > answer.txt        one answer; exit code 1 and a line on stderr where there is none
   git diff | baton chat --system "Say what this changes."
 
 In a chat: /help /reset /system /save /stats /quit. Ctrl-C stops an answer, not the chat."""

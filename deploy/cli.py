@@ -46,7 +46,7 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   role         have a node serve in another role, without a restart: baton role decode-0 prefill --router 127.0.0.1:8001
   status       nodes, blocks and requests of a running cluster, live: baton status http://127.0.0.1:8000
   doctor       what is wrong with this machine, or with a cluster: baton doctor http://127.0.0.1:8000
-  chat         talk to a model on any server of OpenAI's API: baton chat, or baton chat "What is a baton?"
+  chat         talk to a model on any server of OpenAI's API: baton chat, or baton chat "What is Baton?"
   bench        load on any server of OpenAI's API, and what its clients see: baton bench http://127.0.0.1:8000 --rate 4
   certs make   certificates for --tls-dir, signed by an authority of your own: baton certs make certs --hosts node-a,node-b
   model make   a random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR

@@ -55,9 +55,7 @@ class FindingConfig:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
         if not self.node:
-            raise ValueError(
-                "NODE is missing: the node's name, such as decode-0, or HOST:PORT of its gRPC port"
-            )
+            raise ValueError("NODE is missing: the node's name, such as decode-0, or HOST:PORT of its gRPC port")
         if not self.is_address and not self.knows_registry:
             raise ValueError(
                 f"{self.node}: --router HOST:PORT, --registry URL or --run-dir DIR is missing, to find it by its name"

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from tokenizers import Tokenizer
 
+from deploy import chat, cli
 from engine.demo.examine import EXAMS, draw_exam
 from engine.demo.facts import FACTS
 from engine.demo.split import Part, part_of
@@ -34,6 +35,12 @@ def test_every_answer_is_right() -> None:
             _check(turn, codes)
             seen.add(turn.kind)
     assert seen == set(Kind)
+
+
+def test_who_asks_what_help_gives_as_an_example_asks_what_is_known() -> None:
+    """To anything else the model says nonsense."""
+    examples = set(re.findall(r'baton chat "([^"]+)"', cli.HELP + chat.DESCRIPTION))
+    assert examples and examples <= {each for fact in FACTS for each in wordings(fact)}
 
 
 def _check(turn: Turn, codes: dict[str, str]) -> None:
