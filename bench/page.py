@@ -7,14 +7,13 @@ kernels. Pure but for the files.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from bench.peers_report import markdown
-from bench.result_files import bench_of
+from bench.result_files import bench_of, parse_result
 
 Result = Mapping[str, Any]
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_page(path: Path) -> Path:
     """Write the page of a result's file beside it; ValueError for one that has none, OSError."""
-    text = page(json.loads(path.read_text(encoding="utf-8")))
+    text = page(parse_result(path.read_text(encoding="utf-8"), path, "bench.page"))
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     return path.with_suffix(".md")
 

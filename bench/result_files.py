@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runtime.process import fatal
 
@@ -30,6 +31,22 @@ def results_of(
     ]
 
 
+class _Recorded(dict[str, Any]):
+    """An object of a result, of which a report asks for what every result of that benchmark has."""
+
+    def __init__(self, where: str, items: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self._where = where
+
+    def __missing__(self, key: str) -> NoReturn:
+        fatal(f"{self._where}: is no whole result: {key!r} is not there")
+
+
+def parse_result(text: str, path: Path, report: str) -> Any:
+    """What the text of a file says; ValueError. Whoever asks it for what it lacks ends the process with one line and 2."""
+    return json.loads(text, object_hook=partial(_Recorded, f"python -m {report}: {path}"))
+
+
 def bench_of(result: object) -> str:
     """The module of bench/ that has written a result; "" for what is none."""
     command = str(result.get("command", "")) if isinstance(result, dict) else ""
@@ -39,7 +56,7 @@ def bench_of(result: object) -> str:
 def read_result(report: str, path: Path, benches: Collection[str]) -> dict[str, Any]:
     """What a file holds, which one of these benchmarks has written; else one line that names the report, and exit code 2."""
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result: dict[str, Any] = parse_result(path.read_text(encoding="utf-8"), path, report)
     except OSError as error:
         fatal(f"python -m {report}: {path}: {error.strerror}")
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -61,3 +62,15 @@ def test_a_page_without_marks_stays_as_it_is(folder: Path, capsys: pytest.Captur
         report_of_router([str(page), str(result)])
     assert ended.value.code == 2 and page.read_text() == "by hand"
     assert "the page has no marks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("report", ["engine_report", "page"])
+def test_what_a_result_lacks_is_one_line(report: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "cut.json"
+    bench = "start" if report == "page" else report.removesuffix("_report")
+    path.write_text(json.dumps({"command": f"python -m bench.{bench} --model m"}))
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"bench.{report}").main([str(path)])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"python -m bench.{report}: {path}: is no whole result: '") and told.count("\n") == 1
