@@ -55,7 +55,6 @@ class HttpServer:
             http=partial(BoundedHttp, bounds, on_refused),  # type: ignore[arg-type]  # makes one
             server_header=False,
             proxy_headers=False,  # nobody here asks where a request came from
-            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,
