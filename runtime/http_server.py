@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from starlette.types import ASGIApp
 from runtime.http_protocol import BoundedHttp, HttpBounds
 
 BACKLOG: Final = 2048  # connections that the kernel holds while the loop is busy
-_AT_ONCE: Final = 8  # of them are taken in one turn of the loop
 # Longer than clients and load balancers keep a connection that they do not use (httpx 5 s, nginx and ALB 60 s), so that they close
 # it and not we: a request that crosses our closing is lost, and only some clients ask again.
 KEEP_ALIVE_S: Final = 75
@@ -55,6 +53,7 @@ class HttpServer:
             http=partial(BoundedHttp, bounds, on_refused),  # type: ignore[arg-type]  # makes one
             server_header=False,
             proxy_headers=False,  # nobody here asks where a request came from
+            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,
@@ -81,22 +80,6 @@ class HttpServer:
         self._server.should_exit = True
 
 
-class _Listener(socket.socket):
-    """Of whose connections asyncio takes no more in a turn than it believes that the kernel holds.
-
-    It would take all: of processes that share the socket the one that wakes first would have all clients that come at once.
-    """
-
-    @classmethod
-    def of(cls, listener: socket.socket) -> _Listener:
-        """The same, with a descriptor of its own."""
-        return cls(listener.family, listener.type, listener.proto, os.dup(listener.fileno()))
-
-    def listen(self, backlog: int = BACKLOG, /) -> None:
-        """Let the kernel hold BACKLOG, whatever asyncio says."""
-        super().listen(BACKLOG)
-
-
 class _Server(uvicorn.Server):
     """uvicorn inside a process that has its own signal handlers, with a bound on how long a handshake may take."""
 
@@ -113,7 +96,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(
-                protocol, sock=_Listener.of(each), ssl=config.ssl, backlog=_AT_ONCE, ssl_handshake_timeout=timeout_s
+                protocol, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
             )
             for each in sockets or ()
         ]
