@@ -121,7 +121,9 @@ class Sequence:
     spec: SequenceSpec
     slot: int
     generation: int  # of the slot
-    token_ids: array[int]  # four bytes each: as objects of their own they would be most of what a step touches
+    # Four bytes each: as objects of their own they would be most of what a step touches. While it has a slot, those that it has
+    # said of the block which it fills may lie there alone: Slots.catch_up().
+    token_ids: array[int]
     block_ids: list[int]  # the block table, one reference each
     num_promised: int  # blocks that the pool still keeps for its growth
     is_lending: bool  # its blocks are only dropped after release()

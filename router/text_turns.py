@@ -16,9 +16,7 @@ from typing import Final, TypeVar
 AT_ONCE: Final = 8 << 20  # bytes, of either kind; one text may be larger
 LONG: Final = 1 << 20  # bytes
 _NUM_THREADS: Final = 16
-_GIVE_WAY_S: Final = (
-    0.0005  # for so long a thread keeps the interpreter from the loop, and from others; Python's own is ten times that
-)
+_GIVE_WAY_S: Final = 0.0005  # for so long a thread keeps the interpreter from the loop; usually ten times that
 
 R = TypeVar("R")
 

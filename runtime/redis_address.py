@@ -114,9 +114,8 @@ def _tls_problem(files: Mapping[str, str]) -> str | None:
             return f"the file of its option ssl_ca_certs {why_no_authority(error)}"
     if (path := files.get("ssl_certfile")) is not None:
         try:
-            context.load_cert_chain(
-                path, files.get("ssl_keyfile"), password=""
-            )  # else OpenSSL asks who is at the terminal
+            # Without a password OpenSSL would ask who is at the terminal.
+            context.load_cert_chain(path, files.get("ssl_keyfile"), password="")
         except ssl.SSLError:
             named = "ssl_certfile and ssl_keyfile" if "ssl_keyfile" in files else "ssl_certfile"
             return f"its option {named} must name a certificate and its key, as PEM that is not encrypted"
