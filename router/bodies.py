@@ -12,7 +12,7 @@ from typing import Final
 
 from starlette.requests import Request
 
-from router.kill_rules import is_json, is_of
+from router.foreign_pages import is_json, is_of
 from router.openai_types import ApiError
 
 SMALL: Final = 64 << 10  # bytes of each body that are not counted among all that are on their way

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
+from router.foreign_pages import is_json, is_of
+
 MAX_BODY: Final = 1024  # bytes
 
 
@@ -26,20 +28,6 @@ def find_objection(headers: Mapping[str, str]) -> str | None:
     if not _is_address(host):
         return "Open the dashboard by the router's address, or as localhost: other names may be anybody's."
     return None
-
-
-def is_json(headers: Mapping[str, str]) -> bool:
-    """Whether it is said to be what a browser sends to no other site without having asked there."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-
-
-def is_of(origin: str, host: str) -> bool:
-    """Whether a page of this origin belongs to who was called by this name."""
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return False
-    return bool(host) and parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
 
 def _is_address(host: str) -> bool:

@@ -52,6 +52,9 @@ class ToolReader:
         self._syntax = syntax
         self._offered = offered
         self._rest = ""  # what is not decided yet
+        self._blanks: list[
+            str
+        ] = []  # behind it, where more of them decides nothing: not looked through with each that comes
         self._held = ""  # of what looks like a call, all that the rest has lost
         self._mark_length = 0  # of that, what can only be content
         self._may_be_bare = bool(syntax.bare)  # at the very beginning, and behind a call
@@ -65,6 +68,10 @@ class ToolReader:
 
     def push(self, text: str) -> list[Told]:
         """What can be told now."""
+        if text.isspace() and self._rest.isspace() and self._read != self._read_spilled:
+            self._blanks.append(text)
+            return []
+        self._take_blanks()
         self._rest += text
         while self._read():
             pass
@@ -72,6 +79,7 @@ class ToolReader:
 
     def finish(self) -> list[Told]:
         """What was held back, since no text follows."""
+        self._take_blanks()
         while self._read in (self._read_head, self._read_item, self._read_name) or (
             self._read == self._read_call and not self._scan.is_begun
         ):
@@ -84,6 +92,10 @@ class ToolReader:
             self._told.append(Called(self.num_calls - 1, None, self._rest))
         self._rest = ""
         return self._taken()
+
+    def _take_blanks(self) -> None:
+        self._rest += "".join(self._blanks)
+        self._blanks.clear()
 
     def _taken(self) -> list[Told]:
         told, self._told = self._told, []

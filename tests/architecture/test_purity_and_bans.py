@@ -43,6 +43,7 @@ PURE_FILES: Final = {
     "dashboard_state.py",
     "entrance.py",
     "fence.py",
+    "foreign_pages.py",
     "goodput.py",
     "grammar_book.py",
     "grammar_lines.py",

@@ -55,7 +55,7 @@ MUTANTS: Final = (
     Mutant(
         "any-origin-kills",
         "Another site in the same browser may have a node killed.",
-        "router/kill_rules.py",
+        "router/foreign_pages.py",
         "and parts.netloc.lower() == host.lower()",
         "and bool(parts.netloc)",
         _RULES,

@@ -213,6 +213,15 @@ def test_blanks_behind_a_mark_cost_what_any_text_costs() -> None:
     assert time.thread_time() - began_at < 0.5
 
 
+@pytest.mark.parametrize(("syntax", "before"), [(HERMES, "a"), (HERMES, "<tool_call>"), (LLAMA, ""), (LIST, " ")])
+def test_blanks_that_come_one_by_one_are_not_looked_through_with_each(syntax: ToolSyntax, before: str) -> None:
+    reader, began_at = ToolReader(syntax, OFFERED), time.thread_time()
+    told = reader.push(before)
+    assert not any(reader.push("\n") for _ in range(100_000))
+    assert whole([*told, *reader.push("b"), *reader.finish()]) == (before + "\n" * 100_000 + "b", [])
+    assert time.thread_time() - began_at < 1.0
+
+
 def test_ids_are_the_same_for_the_same_choice_and_no_other() -> None:
     ids = [
         call_id(seed, digest_of(prompt), index, is_short=short)
