@@ -233,6 +233,9 @@ class BoundedHttp(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._bounds.max_head_bytes:
             self._fail(self._head_too_large())
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):  # RFC 9112 3.2
+            self._fail(_Refusal("malformed", 400, f"A request has one Host header; this one has {num_hosts}."))
         if self.parser.should_upgrade():
             if not any(name == b"upgrade" for name, _ in self.headers):
                 self._fail(_Refusal("malformed", 400, "CONNECT is for proxies."))

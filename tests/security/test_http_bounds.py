@@ -22,7 +22,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
 HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: a\r\n\r\n"  # a body that looks like a request
 WISH = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"  # Java's HttpClient's
 WISHING = b"POST / HTTP/1.1\r\nhost: a\r\nContent-Length: %d\r\n%b\r\n" % (len(HIDDEN), WISH)
-LAST = GET.replace(b"host: a", b"connection: close")
+LAST = GET.replace(b"host: a", b"host: a\r\nconnection: close")
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -122,9 +122,8 @@ def test_a_head_that_is_too_large_is_431_however_it_comes(pieces: tuple[bytes, .
             if answer:  # else it was closed before all had been sent, and the answer went with it
                 assert status(answer) == 431
                 assert error(answer)["message"] == "The request's line and headers are larger than 4096 bytes."
-            assert app.refused == ["head"]
-            assert app.num_asked == 0
-            assert b"200 OK" in await app.say(GET.replace(b"host: a", b"connection: close"))
+            assert (app.refused, app.num_asked) == (["head"], 0)
+            assert b"200 OK" in await app.say(LAST)
 
     asyncio.run(run())
 
@@ -233,7 +232,7 @@ def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered(
             assert b"retry-after: 1" in answer
             assert error(answer)["message"] == "The server has as many connections as it takes."
             assert app.num_asked == 0
-            probe = b"GET /health?x HTTP/1.1\r\nconnection: close\r\n\r\n"
+            probe = b"GET /health?x HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
             assert b"200 OK" in await app.say(probe)
             assert app.refused == ["connections"]
             held += [await app.connect() for _ in range(SPARE_CONNECTIONS)]
@@ -241,9 +240,8 @@ def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered(
             assert app.refused == ["connections"] * 2
             for _, writer in held:
                 writer.transport.abort()
-            last = GET.replace(b"host: a", b"connection: close")
             async with asyncio.timeout(100):
-                while status(await app.say(last) or b"x 503 ") != 200:  # noqa: ASYNC110 - they close one by one
+                while status(await app.say(LAST) or b"x 503 ") != 200:  # noqa: ASYNC110 - they close one by one
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())
@@ -253,10 +251,13 @@ def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered(
 def test_what_is_no_http_is_400_in_the_apis_shape() -> None:
     async def run() -> None:
         async with served() as app:
-            for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200, b"hello\r\n\r\n"):
+            shake = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200
+            nameless, twice = GET.replace(b"host: a", b"a: b"), GET.replace(b"host: a", b"host: a\r\nHost: b")
+            for garbage in (shake, b"hello\r\n\r\n", nameless, twice):
                 answer = await app.say(garbage)
                 assert (status(answer), error(answer)["code"]) == (400, "malformed")
-            assert app.refused == ["malformed"] * 2
+            assert (app.refused, app.num_asked) == (["malformed"] * 4, 0)
+            assert b"200 OK" in await app.say(nameless.replace(b"/1.1", b"/1.0"))  # which knows of no Host
 
     asyncio.run(run())
 
