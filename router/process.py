@@ -240,7 +240,7 @@ def _http_server(
     bounds = http_bounds(config, _allowed_connections(config.max_connections))
     count = shell.metrics.turned_away
     tls = credentials.http_context(lambda: count("tls"))
-    return HttpServer(app, listener, bounds=bounds, tls=tls, on_refused=count)
+    return HttpServer(app, listener, is_shared=config.workers > 1, bounds=bounds, tls=tls, on_refused=count)
 
 
 def http_bounds(config: RouterConfig, max_connections: int) -> HttpBounds:

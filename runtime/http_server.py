@@ -11,12 +11,13 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from runtime.http_protocol import BoundedHttp, HttpBounds
+from runtime.shared_listener import SharedListener
 
 BACKLOG: Final = 2048  # connections that the kernel holds while the loop is busy
 # Longer than clients and load balancers keep a connection that they do not use (httpx 5 s, nginx and ALB 60 s), so that they close
@@ -33,11 +34,15 @@ class HttpServer:
         app: ASGIApp,
         listener: socket.socket,
         *,
+        is_shared: bool = False,
         bounds: HttpBounds | None = None,
         tls: ssl.SSLContext | None = None,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`on_refused` hears the reason of each refusal by the bounds. Over TLS where a context is given."""
+        """`is_shared`: other processes take from the listener, too. `on_refused` hears the reason of each refusal by the bounds.
+
+        Over TLS where a context is given.
+        """
         # Connections inherit it. asyncio sets it only where a socket names its protocol, which one of create_server does not;
         # without it an answer's second write waits 40 ms for the first one's acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
@@ -58,7 +63,7 @@ class HttpServer:
             timeout_graceful_shutdown=_STOP_GRACE_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
-        self._server = _Server(config, bounds.head_timeout_s)
+        self._server = _Server(config, bounds.head_timeout_s, is_shared)
 
     async def run(self) -> None:
         """Serve until `stop`."""
@@ -83,9 +88,10 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn inside a process that has its own signal handlers, with a bound on how long a handshake may take."""
 
-    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float, is_shared: bool) -> None:
         super().__init__(config)
         self._handshake_timeout_s = handshake_timeout_s
+        self._is_shared = is_shared
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's for sockets that are there; it leaves the time of a handshake to the loop, which waits for a minute."""
@@ -93,13 +99,17 @@ class _Server(uvicorn.Server):
         make: Callable[..., asyncio.Protocol] = config.http_protocol_class
         protocol = partial(make, config=config, server_state=self.server_state, app_state=self.lifespan.state)
         timeout_s = self._handshake_timeout_s if config.ssl else None
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(
-                protocol, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
-            )
-            for each in sockets or ()
-        ]
+        if self._is_shared:
+            shared: Any = [SharedListener(protocol, each, config.ssl, timeout_s) for each in sockets or ()]
+            self.servers = shared
+        else:
+            loop = asyncio.get_running_loop()
+            self.servers = [
+                await loop.create_server(
+                    protocol, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
+                )
+                for each in sockets or ()
+            ]
         self.started = True
 
     @contextlib.contextmanager

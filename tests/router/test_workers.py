@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,23 @@ def tell_much(registry: str, num_times: int) -> None:
         for number in range(num_times):
             entry.num_blocks = 1 + number % 2
             assert not register(entry).refused
+
+
+def test_a_client_that_no_worker_can_take_waits_until_one_can(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, ready):
+        address = ("127.0.0.1", int(ready["url"].rpartition(":")[2]))
+        bounds = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in ready["workers"]}
+        for pid, (_, hard) in bounds.items():
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (5, hard))  # it has more: none can be opened
+        log = tmp_path / LOG
+        with socket.create_connection(address) as waiting:
+            until(lambda: log.read_text().count("cannot_accept") >= len(bounds))
+            for pid, both in bounds.items():
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, both)
+            waiting.settimeout(60)
+            waiting.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert waiting.recv(9) == b"HTTP/1.1 "
+        assert log.read_text().count("cannot_accept") <= 2 * len(bounds) + 8, "once a second"
 
 
 @pytest.mark.covers("C05")

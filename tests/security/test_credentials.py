@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
+import uvloop
 from fastapi import FastAPI
 
 from bench.free_port import free_port
@@ -265,8 +266,14 @@ def test_a_member_does_not_talk_to_strangers_nor_to_a_member_under_another_name(
 # ---------------------------------------------------------------- HTTPS
 
 
+SHARED = pytest.mark.parametrize("is_shared", [False, True])  # its listener, with other processes
+
+
+@SHARED
 @pytest.mark.covers("X03")
-def test_https_answers_who_trusts_the_authority_and_counts_failed_handshakes(ours: Path, others: Path) -> None:
+def test_https_answers_who_trusts_the_authority_and_counts_failed_handshakes(
+    ours: Path, others: Path, is_shared: bool
+) -> None:
     async def run() -> None:
         num_refused = 0
 
@@ -278,7 +285,7 @@ def test_https_answers_who_trusts_the_authority_and_counts_failed_handshakes(our
         app.add_api_route("/health", lambda: {"status": "ok"})
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        http = HttpServer(app, listener, tls=Credentials(ours).http_context(refuse))
+        http = HttpServer(app, listener, is_shared=is_shared, tls=Credentials(ours).http_context(refuse))
         serving = asyncio.create_task(http.run())
         url = f"https://localhost:{port}/health"
         async with httpx.AsyncClient(verify=members_context(ours), trust_env=False) as client:
@@ -303,15 +310,19 @@ def test_https_answers_who_trusts_the_authority_and_counts_failed_handshakes(our
         await serving
 
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
-        asyncio.run(run())
+        uvloop.run(run())
 
 
+@SHARED
 @pytest.mark.covers("X03")
-def test_who_connects_and_begins_no_handshake_is_not_waited_for_longer_than_for_a_head(ours: Path) -> None:
+def test_who_connects_and_begins_no_handshake_is_not_waited_for_longer_than_for_a_head(
+    ours: Path, is_shared: bool
+) -> None:
     async def run() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         bounds = HttpBounds(head_timeout_s=0.2)
-        http = HttpServer(FastAPI(), listener, bounds=bounds, tls=Credentials(ours).http_context(lambda: None))
+        tls = Credentials(ours).http_context(lambda: None)
+        http = HttpServer(FastAPI(), listener, is_shared=is_shared, bounds=bounds, tls=tls)
         serving = asyncio.create_task(http.run())
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         async with asyncio.timeout(30):  # the loop's own patience is a minute
@@ -320,4 +331,4 @@ def test_who_connects_and_begins_no_handshake_is_not_waited_for_longer_than_for_
         http.stop()
         await serving
 
-    asyncio.run(run())
+    uvloop.run(run())

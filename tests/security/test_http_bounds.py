@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from runtime.http_protocol import MAX_PIPELINED, SPARE_CONNECTIONS, HttpBounds
@@ -125,7 +126,7 @@ def test_a_head_that_is_too_large_is_431_however_it_comes(pieces: tuple[bytes, .
             assert (app.refused, app.num_asked) == (["head"], 0)
             assert b"200 OK" in await app.say(LAST)
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -143,7 +144,7 @@ def test_a_head_that_does_not_come_is_closed_and_one_that_dawdles_is_408() -> No
             assert b"408 Request Timeout" in await reader.read()
             writer.transport.abort()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -161,7 +162,7 @@ def test_a_slow_answer_and_a_slow_body_are_no_slow_head() -> None:
             assert app.refused == []
             writer.transport.abort()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -175,7 +176,7 @@ def test_a_body_that_nobody_waits_for_keeps_no_connection() -> None:
             assert status(answer) == 200
             assert app.refused == []
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -196,7 +197,7 @@ def test_requests_sent_ahead_of_an_answer_are_bounded() -> None:
                 assert await reader.readexactly(1) == b"0"
             writer.transport.abort()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -216,7 +217,7 @@ def test_chunks_bring_bodies_of_any_size_and_nothing_else_without_end(endless: b
             await app.say(head, body + ending, *pieces)
             assert app.refused == ["head"]
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -228,10 +229,9 @@ def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered(
                 writer.write(b"GET /")
             await asyncio.sleep(0.05)
             answer = await app.say(GET)
-            assert status(answer) == 503
+            assert (status(answer), app.num_asked) == (503, 0)
             assert b"retry-after: 1" in answer
             assert error(answer)["message"] == "The server has as many connections as it takes."
-            assert app.num_asked == 0
             probe = b"GET /health?x HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
             assert b"200 OK" in await app.say(probe)
             assert app.refused == ["connections"]
@@ -244,7 +244,7 @@ def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered(
                 while status(await app.say(LAST) or b"x 503 ") != 200:  # noqa: ASYNC110 - they close one by one
                     await asyncio.sleep(0.01)
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -259,7 +259,7 @@ def test_what_is_no_http_is_400_in_the_apis_shape() -> None:
             assert (app.refused, app.num_asked) == (["malformed"] * 4, 0)
             assert b"200 OK" in await app.say(nameless.replace(b"/1.1", b"/1.0"))  # which knows of no Host
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -290,7 +290,7 @@ def test_a_hundred_hostile_connections_hold_no_more_than_their_heads() -> None:
             return peak
 
     # Ours, the clients' and the server's: what the clients have not sent yet is theirs.
-    assert asyncio.run(run()) < 100 * 600_000 + (10 << 20)
+    assert uvloop.run(run()) < 100 * 600_000 + (10 << 20)
 
 
 @pytest.mark.covers("X05")
@@ -306,7 +306,7 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection() -> Non
                 async with asyncio.timeout(100):
                     await app.has_sent.wait()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 def test_a_connection_that_was_not_used_for_longer_than_clients_keep_one_still_serves() -> None:
@@ -320,7 +320,7 @@ def test_a_connection_that_was_not_used_for_longer_than_clients_keep_one_still_s
                 assert await reader.readexactly(1) == b"0"
             writer.transport.abort()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -344,7 +344,7 @@ def test_who_asks_for_another_protocol_is_served_in_this_one_with_its_body_howev
                 assert app.paths == paths
             assert app.refused == []
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -360,7 +360,7 @@ def test_a_wish_for_another_protocol_changes_neither_chunks_nor_bounds() -> None
             large = await app.say(head + b"x: " + b"y" * BOUNDS.max_head_bytes + b"\r\n\r\n")
             assert status(large) == 431 and app.refused == ["head"]
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -385,7 +385,7 @@ def test_who_asks_for_another_protocol_and_for_the_end_is_answered_and_let_go(he
                 assert status(answer) == 200 and app.paths == ["/a"]
                 assert answer.endswith(b"4" if b"body" in head else b"0")
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -397,4 +397,4 @@ def test_a_tunnel_is_refused_and_what_was_to_go_through_it_is_not_looked_at(wish
             assert (status(answer), error(answer)["code"]) == (400, "malformed")
             assert (app.paths, app.refused) == ([], ["malformed"])
 
-    asyncio.run(run())
+    uvloop.run(run())

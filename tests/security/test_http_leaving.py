@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from runtime.http_protocol import DIRECT, DirectWay
@@ -78,7 +79,7 @@ def test_who_leaves_is_found_whatever_was_sent_ahead_of_the_answer(
             await app.has_ended.wait()
             assert app.paths == [path], "what was sent ahead is for nobody"
 
-    asyncio.run(run())
+    uvloop.run(run())
     assert not caplog.records, "who leaves is no error"
 
 
@@ -95,7 +96,7 @@ def test_a_body_that_breaks_off_in_nonsense_is_answered_before_the_connection_en
             await app.has_ended.wait()
             writer.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @pytest.mark.covers("X05")
@@ -110,4 +111,4 @@ def test_nonsense_behind_a_request_that_waits_is_no_answer_to_the_one_ahead() ->
             await app.has_ended.wait()
             writer.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
