@@ -6,7 +6,8 @@ Which operations keep that law was measured (torch 2.13, fp32 and bf16, 1 to 16 
               per element from 2 elements up, each of whole 16 bytes; sums and means over a contiguous last dimension; exp,
               rsqrt, + - * / and casts
     broken    F.linear, matmul and SDPA in fp32 (the kernel is chosen by the number of rows); a packed linear with a single
-              row (a matrix-vector kernel); sigmoid and silu (vector body and scalar tail of the loop differ in the last bit)
+              row (a matrix-vector kernel), and one of bf16 on a CPU with AMX (its blocks are cut by the number of rows);
+              sigmoid and silu (vector body and scalar tail of the loop differ in the last bit)
 
 So single rows are doubled before a matrix product, and silu is composed from exp. Attention is in torch_attention.py.
 Where bf16 is rounded follows transformers, whose logits are the oracle.
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu_build import cpu_kind
+from kernels.cpu_build import cpu_flags, cpu_kind
 from kernels.int8_weights import INT8_SUFFIX, quantized
 from kernels.interface import AttentionBatch, Linear, ModelEnds, PlainDraws, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
@@ -49,7 +50,8 @@ class PackedLinear:
 class WidenedLinear:
     """A linear computed in fp32 and rounded once, behind scale and bias: right, and neither small nor fast.
 
-    For weights in 8 bits (kernels/int8_weights.py), and for what oneDNN does not pack: bf16 without AVX-512, fp16 on most CPUs.
+    For weights in 8 bits (kernels/int8_weights.py), and for what oneDNN does not pack, or multiplies by the number of rows: bf16
+    without AVX-512 and with AMX, fp16 on most CPUs.
     """
 
     def __init__(self, linear: Linear, bias: Tensor | None, scales: Tensor | None = None) -> None:
@@ -119,12 +121,12 @@ class TorchKernels(TorchBlockCopies):
         self.name = f"torch-{products_kind() if is_on_cpu else device_type}{INT8_SUFFIX if is_int8 else ''}"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack [out_features, in_features] for oneDNN, in fp32 where it packs no such dtype."""
+        """Pack [out_features, in_features] for oneDNN, in fp32 where that is what keeps a row's bits."""
         linear = PackedLinear if self.keeps_row_bits else PlainLinear
         if self._is_int8:
             numbers, scales = quantized(weight)
             return WidenedLinear(linear(numbers.float()), bias, scales)
-        if linear is PlainLinear or can_pack(weight.dtype):
+        if linear is PlainLinear or (can_pack(weight.dtype) and not goes_by_rows(weight.dtype)):
             return linear(weight, bias)
         return WidenedLinear(linear(weight.float()), bias)
 
@@ -177,3 +179,9 @@ def can_pack(dtype: torch.dtype) -> bool:
     if dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def goes_by_rows(dtype: torch.dtype) -> bool:
+    """Whether a packed linear of this dtype may sum a row in another order among other numbers of rows: AMX's tiles of 16 bits."""
+    return dtype is not torch.float32 and "amx_tile" in cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The reference's linears where oneDNN packs less than on other CPUs: nothing is refused, and a row keeps its bits."""
+"""The reference's linears where oneDNN packs less than elsewhere, or by the rows: nothing is refused, and a row keeps its bits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,20 @@ def test_what_onednn_does_not_pack_is_computed_in_fp32_and_rounded_once(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch_reference, "can_pack", lambda asked: asked is torch.float32)
+    check_widened(dtype)
+
+
+@pytest.mark.covers("M04", "M06")
+def test_what_onednn_sums_by_the_number_of_rows_is_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests/engine_torch/test_row_bits.py found on a CPU with AMX: [512, 1024] from 33 rows on, [1024, 512] from 7 on."""
+    monkeypatch.setattr(torch_reference, "cpu_flags", lambda _: frozenset({"avx512f", "avx512_bf16", "amx_tile"}))
+    goes_by_rows = torch_reference.goes_by_rows.__wrapped__  # not what was found out about this CPU
+    monkeypatch.setattr(torch_reference, "goes_by_rows", goes_by_rows)
+    assert not goes_by_rows(torch.float32)
+    check_widened(torch.bfloat16)
+
+
+def check_widened(dtype: torch.dtype) -> None:
     kernels = TorchKernels()
     assert kernels.keeps_row_bits
     weight, bias, x = drawn(1, dtype, 60, 100), drawn(2, dtype, 60), drawn(3, dtype, 33, 100)
