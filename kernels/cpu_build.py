@@ -10,11 +10,13 @@ Without C++ compiler, or on other architectures, there is no library, and the no
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,13 +43,12 @@ class Variant(NamedTuple):
 
 _V3: Final = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 _V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16: Final = _V4 | {"avx512_bf16", "avx512vbmi"}
+_BF16_FLAGS: Final = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512")
 # Best first.
 X86_VARIANTS: Final = (
-    Variant(
-        "avx512bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"),
-        _V4 | {"avx512_bf16", "avx512vbmi"},
-    ),
+    Variant("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    Variant("avx512bf16", _BF16_FLAGS, _BF16),
     Variant("avx512", ("-march=x86-64-v4", "-mprefer-vector-width=512"), _V4),
     Variant("avx2", ("-march=x86-64-v3",), _V3),
 )
@@ -134,11 +135,14 @@ def main() -> int:
         sys.stdout.write(f"kernels: compiling for {len(missing)} kinds of CPU, seconds each\n")
         sys.stdout.flush()
     failures: dict[str, None] = {}  # each once: a compiler that is missing is so for all
-    for variant in variants():  # one that fails leaves the others
-        try:
-            build(variant)
-        except (BuildError, OSError, subprocess.TimeoutExpired) as error:
-            failures[str(error)] = None
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        for building in [
+            compilers.submit(build, variant) for variant in variants()
+        ]:  # one that fails leaves the others
+            try:
+                building.result()
+            except (BuildError, OSError, subprocess.TimeoutExpired) as error:
+                failures[str(error)] = None
     for failure in failures:
         sys.stdout.write(f"kernels: {failure}\n")
     built = [each.name for each in usable_variants() if library_path(each).exists()]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 from numpy.typing import NDArray
 
-INTERFACE: Final = 8
+INTERFACE: Final = 9
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 9
@@ -241,10 +241,12 @@ class Library:
     """One loaded variant. Its functions let go of the GIL."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded or is another version's."""
+        """Raises OSError if it cannot be loaded, is another version's, or needs what the kernel does not let this process use."""
         library = ctypes.CDLL(str(path))
         if getattr(library, "baton_interface", int)() != INTERFACE:
             raise OSError(f"{path} is of another version")
+        if not library.baton_is_allowed():
+            raise OSError(f"{path}: Linux does not let this process use the CPU's tiles (AMX)")
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype = result

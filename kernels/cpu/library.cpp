@@ -34,7 +34,16 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 8; }
+int baton_interface() { return 9; }
+
+// Whether this process may run what was compiled, which the CPU can.
+int baton_is_allowed() {
+#if defined(__AMX_BF16__)
+    return may_use_tiles();
+#else
+    return true;
+#endif
+}
 
 // Pieces of work that a thread has done because the one that had begun them had lost its core.
 uint64_t baton_num_taken_over() { return num_taken_over.load(); }

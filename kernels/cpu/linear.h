@@ -4,77 +4,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "product.h"
+#include "tiled_linear.h"
 #include "turns.h"
-#include "workspace.h"
 
 namespace baton {
-
-struct Linear {
-    const void *weight;  // panels; where gated, each has 16 columns of the gate and the 16 of `up` that belong to them
-    const void *bias;    // fp32 [panels * PANEL] in the panels' order, or null
-    const float *scales;  // the same, where the weight is Int8: what a column's numbers are multiples of; else null
-    int32_t in, out;     // out: columns of the result
-    int32_t gated;
-};
-
-inline int num_panels(const Linear &linear) { return ceil_div(linear.gated ? 2 * linear.out : linear.out, PANEL); }
-
-// silu(gate) * up, rounded where the reference rounds.
-template <class T> BATON_INLINE Floats gated(Floats gate, Floats up) {
-    gate = rounded<T>(gate);
-    return rounded<T>(gate / (exponential(-gate) + 1.0f)) * rounded<T>(up);
-}
-
-template <class T> struct Output {
-    T *to;            // [rows, stride]
-    const T *residual;  // added to the rounded product, or null; may be `to`
-    int stride;
-};
-
-// Some rows times one or two panels.
-template <class T> struct Pass {
-    const Linear &linear;
-    const Output<T> &output;
-    const T *const *x;
-    int num_rows, row, panel;  // the first row and panel
-    Ahead ahead;
-    Hold &hold;
-};
-
-// What is done to the sums of a pass.
-template <class T, int M, int VECTORS> BATON_INLINE void finish_pass(const Pass<T> &pass, Floats (&sums)[M][VECTORS]) {
-    constexpr int PANELS = VECTORS / 2;
-    const Linear &linear = pass.linear;
-    const Output<T> &output = pass.output;
-    const int panel = pass.panel;
-    auto for_columns = [&](const void *numbers, auto &&change) {
-        for (int v = 0; v < 2 * PANELS; v++) {
-            const Floats number = load(static_cast<const float *>(numbers) + panel * PANEL + v * LANES);
-            for (int m = 0; m < M; m++) change(sums[m][v], number);
-        }
-    };
-    if (!pass.hold.keep()) return;
-    if (linear.scales) for_columns(linear.scales, [](Floats &sum, Floats scale) { sum = sum * scale; });
-    if (linear.bias) for_columns(linear.bias, [](Floats &sum, Floats bias) { sum = sum + bias; });
-    for (int m = 0; m < M; m++) {
-        T *to = output.to + size_t(pass.row + m) * output.stride;
-        if (linear.gated) {
-            for (int p = 0; p < PANELS; p++)
-                if (const int column = (panel + p) * LANES; column < linear.out)
-                    store_some(to + column, gated<T>(sums[m][2 * p], sums[m][2 * p + 1]), linear.out - column);
-            continue;
-        }
-        const T *residual = output.residual ? output.residual + size_t(pass.row + m) * output.stride : nullptr;
-        for (int v = 0; v < 2 * PANELS; v++) {
-            const int column = panel * PANEL + v * LANES, left = linear.out - column;
-            if (left <= 0) break;
-            Floats sum = sums[m][v];
-            if (residual) sum = load_some(residual + column, left) + rounded<T>(sum);
-            store_some(to + column, sum, left);
-        }
-    }
-}
 
 template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &pass, const C *columns) {
     Floats sums[M][2 * PANELS];
@@ -97,7 +30,6 @@ constexpr int BUSY = 5;
 #else
 constexpr int BUSY = 1;
 #endif
-constexpr size_t NEAR = 8192;    // bytes
 constexpr int LARGE_BATCH = 24;   // rows; from here on two panels a pass save more loads than a third pass costs
 
 // How a linear's panels are cut into pieces. The shape of the passes was measured.
@@ -115,21 +47,7 @@ template <class T, class C> Cut cut_of(int num_rows) {
     return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
 }
 
-#if defined(__AVX512F__)
-// Columns as rows have them. Where many rows want the same panels they are widened once, into memory of the thread.
-template <class T> const T *unpacked_panels(const T *columns, size_t) { return columns; }
-template <class T> const T *unpacked_panels(const Int8 *columns, size_t numbers) {
-    static thread_local Buffer buffer;
-    T *to = reinterpret_cast<T *>(buffer.at_least(numbers * sizeof(T)));
-    constexpr int W = Step<T>::WIDTH;
-    for (size_t at = 0; at < numbers; at += W * PANEL) {
-        Floats first, second;
-        PanelStep<T, Int8>::load_both(columns + at, first, second);
-        Step<T>::put(to + at, first), Step<T>::put(to + at + W * LANES, second);
-    }
-    return to;
-}
-#else
+#if !defined(__AVX512F__)
 // A panel times many rows, some steps at a time: their columns, unpacked once, stay in the nearest cache for all passes. `next`:
 // the panel to bring nearer, or null.
 template <class T, class C>
@@ -209,6 +127,15 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
 template <class T, class C>
 void linear_phase_of(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
     if (num_rows == 0) return;
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, Bf16>) {
+        const bool is_one_pass = num_rows <= TILED_ROWS;
+        Tiles tiles;
+        return worker.phase(num_panels(linear), is_one_pass ? 1 : MAX_PANELS, is_one_pass, [&](int64_t first, int64_t last, Hold &hold) {
+            linear_tiles<C>(linear, x, num_rows, output, int(first), int(last), tiles, hold);
+        });
+    }
+#endif
     const Cut cut = cut_of<T, C>(num_rows);
     worker.phase(num_panels(linear), cut.panels, cut.passes == 1, [&](int64_t first, int64_t last, Hold &hold) {
         linear_piece<T, C>(linear, x, num_rows, output, cut, int(first), int(last), hold);
