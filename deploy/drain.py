@@ -126,7 +126,9 @@ async def _until_gone(name: str, address: str, timeout_s: float) -> None:
     give_up_at = loop.time() + timeout_s
     while loop.time() < give_up_at:
         try:
-            async with asyncio.timeout_at(give_up_at):
+            async with asyncio.timeout(
+                max(give_up_at - loop.time(), END_TIMEOUT_S)
+            ):  # less says nothing of the other side
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=socket.AF_UNSPEC)
         except OSError:  # refused; or nobody says anything, of whose container not even the address is left
             return

@@ -158,7 +158,7 @@ def test_a_node_that_still_writes_to_its_kv_pool_is_waited_for_as_long_as_its_dr
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop of docs/draining.md ended in the middle of a restart, over a node that had drained well."""
-    monkeypatch.setattr("deploy.drain.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("deploy.drain.END_TIMEOUT_S", 0.5)
     assert run(lambda registry, node: [node.address, "--timeout-s", "60"], drained_and_writing) == 0
     assert run(lambda registry, node: [node.address, "--timeout-s", "0.5"], drained_and_stuck) == 1
     assert " has drained, but still listens at 127.0.0.1:" in capsys.readouterr().err
