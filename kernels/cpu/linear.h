@@ -124,28 +124,29 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
 }
 
 // A thread's part in rows times the weight, which all threads take: whole panels, so that each weight is read by one thread.
-template <class T, class C>
+template <class C, class T>
 void linear_phase_of(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
-    if (num_rows == 0) return;
-#if defined(__AMX_BF16__)
-    if constexpr (std::is_same_v<T, Bf16>) {
-        const bool is_one_pass = num_rows <= TILED_ROWS;
-        Tiles tiles;
-        return worker.phase(num_panels(linear), is_one_pass ? 1 : MAX_PANELS, is_one_pass, [&](int64_t first, int64_t last, Hold &hold) {
-            linear_tiles<C>(linear, x, num_rows, output, int(first), int(last), tiles, hold);
-        });
-    }
-#endif
     const Cut cut = cut_of<T, C>(num_rows);
     worker.phase(num_panels(linear), cut.panels, cut.passes == 1, [&](int64_t first, int64_t last, Hold &hold) {
         linear_piece<T, C>(linear, x, num_rows, output, cut, int(first), int(last), hold);
     });
 }
+#if defined(__AMX_BF16__)
+template <class C>
+void linear_phase_of(Worker &worker, const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output) {
+    const bool is_one_pass = num_rows <= TILED_ROWS;
+    Tiles tiles;
+    worker.phase(num_panels(linear), is_one_pass ? 1 : MAX_PANELS, is_one_pass, [&](int64_t first, int64_t last, Hold &hold) {
+        linear_tiles<C>(linear, x, num_rows, output, int(first), int(last), tiles, hold);
+    });
+}
+#endif
 
 template <class T>
 void linear_phase(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
-    if (linear.scales) linear_phase_of<T, Int8>(worker, linear, x, num_rows, output);
-    else linear_phase_of<T, T>(worker, linear, x, num_rows, output);
+    if (num_rows == 0) return;
+    if (linear.scales) linear_phase_of<Int8>(worker, linear, x, num_rows, output);
+    else linear_phase_of<T>(worker, linear, x, num_rows, output);
 }
 
 // Which row of weight [out, in] (gated: [2 * out, in], gate first) is this column of the panels; -1: it only fills up the last.
