@@ -1,4 +1,4 @@
-"""The project's own files, parsed once for the tests of this folder."""
+"""The project's own files, each parsed once at most for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Source:
 
     path: str  # relative to the root, with slashes
     text: str
-    tree: ast.Module
+
+    @property
+    def tree(self) -> ast.Module:
+        """Parsed when it is first asked for: most tests look at some rooms only."""
+        return _parsed(self)
 
     @property
     def room(self) -> str:
@@ -54,18 +58,33 @@ class Source:
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """Line and full name of everything imported, also inside functions; `from a import b` gives `a.b`."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                origin = "." * node.level + (node.module or "")
-                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+        return iter(_imports(self))
 
     def calls(self) -> Iterator[tuple[int, str, ast.Call]]:
         """Line, spelled-out name and node of every call."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call):
-                yield node.lineno, ast.unparse(node.func), node
+        return iter(_calls(self))
+
+
+@functools.cache
+def _parsed(source: Source) -> ast.Module:
+    return ast.parse(source.text, source.path)
+
+
+@functools.cache
+def _imports(source: Source) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            found += ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            found += ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+    return found
+
+
+@functools.cache
+def _calls(source: Source) -> list[tuple[int, str, ast.Call]]:
+    return [(node.lineno, ast.unparse(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
 
 
 @functools.cache
@@ -83,7 +102,7 @@ def sources() -> tuple[Source, ...]:
     for name in project_files():
         if name.endswith(".py") and not name.endswith(GENERATED):
             text = (ROOT / name).read_text(encoding="utf-8")
-            found.append(Source(name, text, ast.parse(text, name)))
+            found.append(Source(name, text))
     return tuple(found)
 
 

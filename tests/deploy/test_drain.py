@@ -149,7 +149,7 @@ def test_a_container_of_which_not_even_the_address_is_left_is_not_waited_for_wit
 
     monkeypatch.setattr("deploy.drain.END_TIMEOUT_S", 0.1)
     monkeypatch.setattr("deploy.drain.asyncio.open_connection", unanswered)
-    assert run(lambda registry, node: ["decode-0", "--router", registry.address]) == 0
+    assert run(lambda registry, node: ["decode-0", "--router", registry.address, "--timeout-s", "0.5"]) == 0
     assert capsys.readouterr().out.endswith("baton drain: decode-0 has drained\n")
 
 
