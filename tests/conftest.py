@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from runtime.config import set_grpc_environment
 from tests.coverage_table import COVERS, CoverageTable
+from tests.thorough import examples
 
 RUN_SEED: Final = pytest.StashKey[int]()
 # Whose tests start clusters: seconds a test, in which the machine often waits.
@@ -38,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed of the run; have gRPC here as it is in our processes."""
     set_grpc_environment()
     # How fast examples are drawn says how busy the machine is, nothing about the code.
-    settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+    quick = settings(max_examples=examples(100, 2), deadline=None, print_blob=True)
+    settings.register_profile("baton", quick, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("no-shrink", settings.get_profile("baton"), phases=(Phase.explicit, Phase.generate))
     settings.load_profile("no-shrink" if config.getoption("--no-shrink") else "baton")
     given: int | None = config.getoption("--seed")
