@@ -126,9 +126,8 @@ async def _until_gone(name: str, address: str, timeout_s: float) -> None:
     give_up_at = loop.time() + timeout_s
     while loop.time() < give_up_at:
         try:
-            async with asyncio.timeout(
-                max(give_up_at - loop.time(), END_TIMEOUT_S)
-            ):  # less says nothing of the other side
+            # A shorter silence says nothing of the other side: this process may have been late itself.
+            async with asyncio.timeout(max(give_up_at - loop.time(), END_TIMEOUT_S)):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=socket.AF_UNSPEC)
         except OSError:  # refused; or nobody says anything, of whose container not even the address is left
             return

@@ -30,7 +30,7 @@ _MAKE: Final = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part
 # What oneDNN chooses its products by, and kernels of some years spell alike: others are there or not as the kernel knows them.
 _MULTIPLIERS: Final = frozenset(
     "sse4_1 avx avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_fp16".split()
-) | {"amx_tile", "amx_int8", "amx_bf16"}
+) | {"amx_tile", "amx_int8", "amx_bf16", "amx_fp16"}
 
 
 class Variant(NamedTuple):

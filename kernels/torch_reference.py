@@ -183,5 +183,6 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def goes_by_rows(dtype: torch.dtype) -> bool:
-    """Whether a packed linear of this dtype may sum a row in another order among other numbers of rows: AMX's tiles of 16 bits."""
-    return dtype is not torch.float32 and "amx_tile" in cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    """Whether a packed linear of it may sum a row in another order among other numbers of rows: where AMX has tiles of it."""
+    tiles = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}.get(dtype)
+    return tiles in cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))

@@ -15,7 +15,8 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from runtime.logs import log_event
 
@@ -40,7 +41,7 @@ class SharedListener:
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[object]] = set()
+        self._opening: set[asyncio.Task[Any]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._is_closed = False
         listener.setblocking(False)
@@ -74,14 +75,19 @@ class SharedListener:
             self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._take)
             return
         connection.setblocking(False)
-        opening = self._loop.create_task(self._open(connection))
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
-
-    async def _open(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(
                 self._make, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout_s
             )
-        except (OSError, asyncio.CancelledError):  # of a handshake that fails its context tells (credentials.py)
+        )
+        self._opening.add(opening)
+        opening.add_done_callback(partial(self._opened, connection))
+
+    def _opened(self, connection: socket.socket, opening: asyncio.Task[Any]) -> None:
+        self._opening.discard(opening)
+        if opening.cancelled():  # perhaps before it began
             connection.close()
+        elif (error := opening.exception()) is not None:
+            connection.close()
+            if not isinstance(error, OSError):  # of a handshake that fails its context tells (credentials.py)
+                raise error

@@ -22,10 +22,12 @@ def test_what_onednn_does_not_pack_is_computed_in_fp32_and_rounded_once(
 @pytest.mark.covers("M04", "M06")
 def test_what_onednn_sums_by_the_number_of_rows_is_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """As tests/engine_torch/test_row_bits.py found on a CPU with AMX: [512, 1024] from 33 rows on, [1024, 512] from 7 on."""
-    monkeypatch.setattr(torch_reference, "cpu_flags", lambda _: frozenset({"avx512f", "avx512_bf16", "amx_tile"}))
+    monkeypatch.setattr(
+        torch_reference, "cpu_flags", lambda _: frozenset({"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"})
+    )
     goes_by_rows = torch_reference.goes_by_rows.__wrapped__  # not what was found out about this CPU
     monkeypatch.setattr(torch_reference, "goes_by_rows", goes_by_rows)
-    assert not goes_by_rows(torch.float32)
+    assert not goes_by_rows(torch.float32) and not goes_by_rows(torch.float16)
     check_widened(torch.bfloat16)
 
 
