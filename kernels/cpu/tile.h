@@ -7,6 +7,7 @@
 
 #include "scores.h"
 #include "stream.h"
+#include "tiles.h"
 #include "workspace.h"
 
 namespace baton {
@@ -42,36 +43,58 @@ template <class T> struct Attend {
     int query_stride, to_stride, layer, window;
 };
 
+// Whether both products of attention are those of tiles.h.
+#if defined(__AMX_BF16__)
+template <class T> constexpr bool HAS_TILES = std::is_same_v<T, Bf16>;
+constexpr int SPARE_QUERIES = TILED_ROWS - 1;  // that are computed with the last ones, and nobody's
+#else
+template <class T> constexpr bool HAS_TILES = false;
+constexpr int SPARE_QUERIES = 0;
+#endif
+template <class T> constexpr bool is_on_tiles(int head_dim) { return HAS_TILES<T> && head_dim % TILE_DEPTH == 0; }
+
 // One thread's memory.
 template <class T> struct Scratch {
     Unpacked<T> *keys;  // [2 panels]
     float *sums;      // [num_heads, head_dim]
     float *queries;   // [num_heads, head_dim], widened
-    Mixable<T> *values;   // [padded / PANEL] panels of TILE positions
+    Mixable<T> *values;   // [padded / PANEL] panels of TILE positions; of all KV heads, where they are multiplied on tiles
     float *scores;        // [queries, TILE]
     Mixable<T> *weights;  // [queries, TILE]; the scores' memory where they are fp32
     float *shrink;    // [queries]
     float *part;      // a Mixed of one part
     float *row;       // and of all parts so far
+    // where products are those of tiles.h
+    T *packed;  // a unit's queries, as put_on_tiles lays them out
+    Mixable<T> *seen_values;  // as `values` of one head, for rows that must not see all of them
+    Tiles tiles;
 
     static size_t bytes(const Cache &cache, int queries) {
-        const size_t mixed = size_t(queries) * (cache.padded() + 2);
+        const size_t mixed = size_t(queries) * (cache.padded() + 2), all_queries = queries + SPARE_QUERIES;
         return 2 * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
-               (2 * cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 +
-               9 * 64;
+               (2 * cache.num_heads * cache.head_dim + values_size(cache) + all_queries * (2 * TILE + 1) + 2 * mixed) * 4 +
+               (packed_size(cache, all_queries) + cache.padded() * TILE) * (HAS_TILES<Bf16> ? sizeof(Bf16) : 0) + 11 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
-        const size_t mixed = size_t(queries) * (cache.padded() + 2);
+        const size_t mixed = size_t(queries) * (cache.padded() + 2), all_queries = queries + SPARE_QUERIES;
         keys = take<Unpacked<T>>(memory, 2 * panel_size<T>(cache.head_dim));
         sums = take<float>(memory, cache.num_heads * cache.head_dim);
         this->queries = take<float>(memory, cache.num_heads * cache.head_dim);
-        values = take<Mixable<T>>(memory, cache.padded() * TILE);
-        scores = take<float>(memory, queries * TILE);
+        values = take<Mixable<T>>(memory, values_size(cache));
+        scores = take<float>(memory, all_queries * TILE);
         if constexpr (std::is_same_v<Mixable<T>, float>) weights = scores;
-        else weights = take<T>(memory, queries * TILE);
+        else weights = take<T>(memory, all_queries * TILE);
         shrink = take<float>(memory, queries);
         part = take<float>(memory, mixed);
         row = take<float>(memory, mixed);
+        if constexpr (HAS_TILES<T>) {
+            packed = take<T>(memory, packed_size(cache, all_queries));
+            seen_values = take<T>(memory, cache.padded() * TILE);
+        }
+    }
+    static size_t values_size(const Cache &cache) { return size_t(cache.padded()) * TILE * (HAS_TILES<Bf16> ? cache.num_kv_heads : 1); }
+    static size_t packed_size(const Cache &cache, size_t queries) {
+        return std::max<size_t>(queries, cache.num_kv_heads * LANES) * cache.head_dim;
     }
 };
 
@@ -189,7 +212,8 @@ template <class T> struct Rows {
     }
     // Whether so few queries share a KV head that unpacking its tiles costs more than it saves.
     bool is_direct() const {
-        return num_rows == 1 && cache.group() <= 2 * MAX_DIRECT && scores_where_they_lie<T>(cache.head_dim) && cache.head_dim % PANEL == 0;
+        const int most = is_on_tiles<T>(cache.head_dim) ? LANES : 2 * MAX_DIRECT;
+        return num_rows == 1 && cache.group() <= most && scores_where_they_lie<T>(cache.head_dim) && cache.head_dim % PANEL == 0;
     }
     int last_position() const { return first_position + num_rows - 1; }
     int low(int row) const { return attend.window ? std::max(0, first_position + row - attend.window + 1) : 0; }

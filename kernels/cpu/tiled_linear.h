@@ -18,7 +18,7 @@ void linear_tile_pass(const Linear &linear, const Bf16 *x, int begin, int num_ro
     alignas(64) float sums[TILED_ROWS * PANEL];
     x += size_t(begin) * linear.in;
     const auto multiply = num_rows > TILE_ROWS ? multiply_tiles<true, C> : multiply_tiles<false, C>;
-    multiply(x, linear.in * sizeof(Bf16), columns, blocks, sums, ahead);
+    multiply(x, linear.in * sizeof(Bf16), columns, blocks, sums, PANEL * sizeof(float), ahead);
     for (int row = 0; row < num_rows; row += TOGETHER)
         with_constant<TOGETHER>(std::min(TOGETHER, num_rows - row), [&](auto constant) {
             constexpr int M = constant();

@@ -7,6 +7,10 @@
 
 #include "product.h"
 
+namespace baton {
+constexpr int TILE_DEPTH = 32;  // numbers of the summed dimension
+}
+
 #if defined(__AMX_BF16__)
 
 #include <sys/syscall.h>
@@ -15,7 +19,6 @@
 namespace baton {
 
 constexpr int TILE_ROWS = 16;
-constexpr int TILE_DEPTH = 32;               // numbers of the summed dimension
 constexpr int TILED_ROWS = 2 * TILE_ROWS;  // of one pass over a panel: four tiles of sums, two of rows, two of columns
 constexpr int BLOCK_STEPS = TILE_DEPTH / 2;
 
@@ -38,15 +41,17 @@ class Tiles {
     ~Tiles() {
         if (num_rows_) _tile_release();
     }
+    // Of up to TILED_ROWS rows times a panel: sums in 0 .. 3, rows in 4 and 5, columns in 6 and 7.
     void shape(int num_rows) {
-        if (num_rows == num_rows_) return;
-        num_rows_ = num_rows;
         const uint8_t low = uint8_t(num_rows < TILE_ROWS ? num_rows : TILE_ROWS), high = uint8_t(num_rows - low);
-        alignas(64) Shape shape = {1, 0, {}, {}, {low, low, high, high, low, high, BLOCK_STEPS, BLOCK_STEPS}};
-        for (int tile = 0; tile < 8; tile++)
-            if (shape.rows[tile]) shape.bytes[tile] = 64;
-        put_into_place(&shape);
-        _tile_loadconfig(&shape);
+        if (num_rows != num_rows_) shape({1, 0, {}, {}, {low, low, high, high, low, high, BLOCK_STEPS, BLOCK_STEPS}}, LANES);
+        num_rows_ = num_rows;
+    }
+    // Of one row's up to TILE_ROWS queries: keys times them (0, 4, 6), weights times values (2 and 3, 5, 7).
+    void shape_for_one(int num_queries) {
+        const uint8_t few = uint8_t(num_queries);
+        if (-num_queries != num_rows_) shape({1, 0, {}, {}, {TILE_ROWS, 0, few, few, TILE_ROWS, few, BLOCK_STEPS, BLOCK_STEPS}}, num_queries);
+        num_rows_ = -num_queries;
     }
 
   private:
@@ -56,7 +61,16 @@ class Tiles {
         uint8_t rows[16];
     };
     static_assert(sizeof(Shape) == 64);
-    int num_rows_ = 0;
+
+    // num_columns: of 0, 1 and 6; the others have as many as there are.
+    void shape(Shape shape, int num_columns) {
+        for (int tile = 0; tile < 8; tile++)
+            if (shape.rows[tile]) shape.bytes[tile] = uint16_t(tile < 2 || tile == 6 ? num_columns * sizeof(float) : 64);
+        alignas(64) const Shape aligned = shape;
+        put_into_place(&aligned);
+        _tile_loadconfig(&aligned);
+    }
+    int num_rows_ = 0;  // that it is in shape for; less than 0: queries of one row
 };
 
 // A block of a panel as tiles take it: where it lies, or widened into `to`.
@@ -72,8 +86,10 @@ BATON_INLINE const Bf16 *widened_block(const Int8 *columns, Bf16 *to) {
     return to;
 }
 
-// Rows, `stride` bytes apart, times the first `blocks` blocks of a panel; sums: [rows, PANEL]. HIGH: there are more than TILE_ROWS.
-template <bool HIGH, class C> void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, float *sums, Ahead ahead) {
+// Rows, `stride` bytes apart, times the first `blocks` blocks of a panel; sums: [rows, PANEL], `sums_stride` bytes apart. HIGH: there
+// are more than TILE_ROWS.
+template <bool HIGH, class C>
+void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, float *sums, size_t sums_stride, Ahead ahead) {
     constexpr int BLOCK = TILE_DEPTH * PANEL, STEP_BYTES = 2 * PANEL * sizeof(Bf16);
     alignas(64) Bf16 widened[2][BLOCK];
     const char *low = reinterpret_cast<const char *>(x), *high = low + TILE_ROWS * stride;
@@ -99,15 +115,21 @@ template <bool HIGH, class C> void multiply_tiles(const Bf16 *x, size_t stride, 
         }
         columns += BLOCK, low += TILE_DEPTH * sizeof(Bf16), high += TILE_DEPTH * sizeof(Bf16);
     }
-    constexpr int ROW_BYTES = PANEL * sizeof(float);
-    _tile_stored(0, sums, ROW_BYTES);
-    _tile_stored(1, sums + LANES, ROW_BYTES);
+    char *to = reinterpret_cast<char *>(sums);
+    _tile_stored(0, to, sums_stride);
+    _tile_stored(1, to + LANES * sizeof(float), sums_stride);
     if constexpr (HIGH) {
-        _tile_stored(2, sums + TILE_ROWS * PANEL, ROW_BYTES);
-        _tile_stored(3, sums + TILE_ROWS * PANEL + LANES, ROW_BYTES);
+        _tile_stored(2, to + TILE_ROWS * sums_stride, sums_stride);
+        _tile_stored(3, to + TILE_ROWS * sums_stride + LANES * sizeof(float), sums_stride);
     }
 }
 
+}  // namespace baton
+
+#else
+
+namespace baton {
+struct Tiles {};
 }  // namespace baton
 
 #endif
