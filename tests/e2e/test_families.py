@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.cluster import Cluster, started_cluster
-from tests.thorough import examples
+from tests.thorough import a_share, examples
 
 NUM_PROMPTS = examples(50)
 MAX_TOKENS = 64
@@ -93,7 +93,7 @@ def test_fp16_is_served_by_torch_and_its_bits_hold_whatever_onednn_packs(tmp_pat
 
 
 @pytest.mark.covers("D07", "M01")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", a_share(FAMILIES, 2))
 def test_a_cluster_gives_the_greedy_tokens_of_transformers(
     made_model: Callable[[str], Path], tmp_path: Path, family: str, fresh_seed: int
 ) -> None:

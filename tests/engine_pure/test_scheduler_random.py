@@ -17,6 +17,7 @@ from engine.reserve import ReservePolicy
 from engine.saving import SaveRules
 from engine.sequence import Phase, blocks_for
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec, rows_of
+from tests.thorough import examples
 
 STREAMS = ([0, 0, 1, 2, 0, 1] * 8, [0, 0, 1, 2, 3, 4] * 8)  # prompts are starts of these, so prefixes are shared
 EVENTS = {
@@ -329,7 +330,7 @@ class Life:
 
 
 @pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q07", "Q08", "S12", "S13", "S14", "W01", "W03", "W09")
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(examples(100, 2)))
 def test_whatever_happens_each_sequence_gets_its_own_tokens_and_no_block_is_lost_or_reused_early(seed: int) -> None:
     life = Life(Random(seed))
     life.live()

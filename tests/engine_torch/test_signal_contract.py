@@ -24,6 +24,7 @@ from engine.sequence import SequenceSpec
 from proto.block_key import block_keys, seed_key
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels_choice import KERNELS
+from tests.thorough import only_thorough
 
 BLOCK_SIZE = 16
 NUM_SLOTS = 4
@@ -137,7 +138,7 @@ def test_in_the_middle_of_a_prompt_a_slot_answers_no_token_which_is_no_preemptio
 
 
 @pytest.mark.covers("Q02", "Q08", "Q09", "S10")
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=only_thorough), 3])
 def test_in_half_the_pool_every_token_comes_once_in_order_and_is_the_right_one(make_runner: Make, depth: int) -> None:
     calm, tight = Rig(make_runner(64), 64), Rig(make_runner(16), 16)
     load_on(calm)

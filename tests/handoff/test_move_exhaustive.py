@@ -35,6 +35,7 @@ from decode_node.moving import (
     step_move,
 )
 from tests.handoff.exploring import assert_in_one_place, reachable
+from tests.thorough import a_share
 
 M, E, A = MoveState, MoveEvent, MoveAction
 S, SE, SA = SenderState, SenderEvent, SenderAction
@@ -335,7 +336,7 @@ BUGS: list[tuple[str, tuple[MoveState, MoveEvent], MoveRow]] = [
 
 
 @pytest.mark.covers("D10")
-@pytest.mark.parametrize(("pair", "row"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS])
+@pytest.mark.parametrize(("pair", "row"), [pytest.param(*bug[1:], id=bug[0]) for bug in a_share(BUGS, 3)])
 def test_the_exploration_finds_planted_bugs(
     pair: tuple[MoveState, MoveEvent], row: MoveRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from kernels.choice import has_triton
 from kernels.triton_tuning import INTERPRETER, NoTuning, next_power_of_two, read_table
+from tests.thorough import a_share, only_thorough
 
 if has_triton():
     import triton
@@ -52,7 +53,7 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.covers("M06")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=only_thorough), 90])
 def test_all_that_a_model_launches_compiles_without_contraction_many_spills_or_too_much_memory(
     capability: int, tmp_path: Path
 ) -> None:
@@ -79,7 +80,9 @@ def test_all_that_a_model_launches_compiles_without_contraction_many_spills_or_t
     assert len(attending) == (1 if tuning.split.rows == tuning.whole.rows else 2)
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 256)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), a_share([(torch.bfloat16, 256), (torch.bfloat16, 64), (torch.float32, 256)], 3)
+)
 def test_attention_of_other_heads_compiles_as_it_was_tuned(dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
     attending = [each for each in launches_of(90, dtype, head_dim) if each.kernel.__name__.startswith("attend_")]
     assert {each.kernel.__name__ for each in attending} == {"attend_split", "attend_whole"}

@@ -9,6 +9,7 @@ import pytest
 from tests.sim.moving import NODES, knobs, restarts
 from tests.sim.outcome import run_scenario
 from tests.sim.scenario import Fault
+from tests.thorough import a_share
 
 NUM_CLIENTS = 30
 
@@ -61,7 +62,7 @@ RESUMED = (
 )
 
 
-@pytest.mark.parametrize("fault", RESUMED, ids=[f"{each} {each.number}" for each in RESUMED])
+@pytest.mark.parametrize("fault", a_share(RESUMED, 2), ids=lambda fault: f"{fault} {fault.number}")
 @pytest.mark.covers("D10", "R12")
 def test_a_router_that_is_resumed_within_its_grace_during_a_move_loses_nothing_and_retries_nothing(
     fault: Fault,
