@@ -12,6 +12,8 @@ namespace baton {
 
 constexpr int MAX_SHARED_ROWS = 4;      // of a span that is cut into parts
 constexpr int CHUNK_QUERIES = 96;       // rows times group of a unit of a longer span
+constexpr int MOST_QUERIES = HAS_TILES<Bf16> ? 384 : CHUNK_QUERIES;  // where laying a tile out takes longer than multiplying it
+constexpr int UNITS_A_THREAD = 4;       // at least, before a unit has more than CHUNK_QUERIES
 constexpr int MIN_CHUNK_ROWS = 4;
 constexpr int STRETCHES = 4;            // of parts, for each thread: the longer, the less is read twice or too late
 constexpr int ATTENTION_PHASES = 3;
@@ -23,7 +25,7 @@ class StepPlan {
         shared.clear(), drawn.clear();
         size_t mixed = 0;
         num_queries = std::max(MAX_SHARED_ROWS * cache.group(), cache.num_heads);
-        const int chunk_rows = std::max(MIN_CHUNK_ROWS, CHUNK_QUERIES / cache.group());
+        const int least_rows = std::max(MIN_CHUNK_ROWS, CHUNK_QUERIES / cache.group()), most_rows = std::max(least_rows, MOST_QUERIES / cache.group());
         for (int i = 0; i < batch.num_spans; i++) {
             const Span &span = batch.spans[i];
             if (span.num_rows <= MAX_SHARED_ROWS) {
@@ -33,6 +35,7 @@ class StepPlan {
                 }
                 continue;
             }
+            const int chunk_rows = std::clamp(span.num_rows * cache.num_kv_heads / (num_threads * UNITS_A_THREAD), least_rows, most_rows);
             num_queries = std::max(num_queries, chunk_rows * cache.group());
             for (int end = span.num_rows; end > 0; end -= chunk_rows) {  // the longest first
                 const int begin = std::max(0, end - chunk_rows);

@@ -148,6 +148,8 @@ constexpr int MEANWHILES = 3;  // calls of `meanwhile` a query
 template <int M, class Weight, class Meanwhile = DoNothing>
 BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float scale, float *greatest, float *sums, float *shrink,
                         Meanwhile &&meanwhile = {}) {
+    constexpr bool IS_ROUGH = sizeof(Weight) < sizeof(float);  // weights lose more by rounding
+    constexpr float LOG2_E = 1.44269504088896341f;
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
     const Floats lane = counting();
     const bool sees_a_part = low > 0 || high < TILE;
@@ -161,27 +163,36 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
     };
     for (int m = 0; m < M; m++) {
         meanwhile();
-        most[m] = all(greatest[m]);
+        most[m] = hidden;
         for (int v = 0; v < TILE / LANES; v++) {
-            Floats score = load(scores + m * TILE + v * LANES) * scale;
+            float *at = scores + m * TILE + v * LANES;
+            Floats score = load(at);
             if (sees_a_part) {
-                const Floats at = lane + float(v * LANES);
-                score = choose((at >= all(low)) & (at < all(high)), score, hidden);
+                const Floats position = lane + float(v * LANES);
+                score = choose((position >= all(low)) & (position < all(high)), score, hidden);
+                store(at, score);
             }
-            store(scores + m * TILE + v * LANES, score);
             most[m] = larger(score, most[m]);
         }
     }
     reduce(most, [](auto a, auto b) __attribute__((always_inline)) { return larger(a, b); });
-    for (int m = 0; m < M; m++) gaps[m] = greatest[m] - reduced[lane_of(m)], greatest[m] = reduced[lane_of(m)];
+    for (int m = 0; m < M; m++) {
+        const float scaled = reduced[lane_of(m)] * scale, now = scaled > greatest[m] ? scaled : greatest[m];
+        gaps[m] = greatest[m] - now, greatest[m] = now;
+    }
     store(gaps, exponential(load(gaps)));
     auto exponentials_of = [&](int m, auto num) {
         constexpr int V = TILE / LANES, QUERIES = num(), N = QUERIES * V;
         Floats sum[N];
 #pragma GCC unroll 16
-        for (int i = 0; i < N; i++) sum[i] = load(scores + m * TILE + i * LANES) - all(greatest[m + i / V]);
+        for (int i = 0; i < N; i++) {
+            const Floats score = load(scores + m * TILE + i * LANES);
+            const float most_of_all = greatest[m + i / V];
+            sum[i] = IS_ROUGH ? multiply_add(score, all(scale * LOG2_E), all(-most_of_all * LOG2_E)) : score * scale - all(most_of_all);
+        }
         for (int i = 0; i < QUERIES; i++) meanwhile();
-        exponentials_below(sum);
+        if constexpr (IS_ROUGH) rough_powers_below(sum);
+        else exponentials_below(sum);
         for (int i = 0; i < QUERIES; i++) meanwhile();
 #pragma GCC unroll 16
         for (int i = 0; i < N; i++) put_weights(weights + m * TILE + i * LANES, sum[i]);
