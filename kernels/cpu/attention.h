@@ -13,7 +13,7 @@
 //
 // Nothing of it depends on other rows, so that a decode row (its parts shared out over threads) and the same row inside a
 // chunk (many rows at a tile that was unpacked once) have the same bits. What lies at positions that a row does not see may be
-// anything: their values are never multiplied, and what their keys gave is replaced.
+// anything: what their keys gave is replaced, and their values are never multiplied; on tiles they are, if finite, by zero.
 #pragma once
 
 #include <algorithm>

@@ -12,7 +12,7 @@ import torch
 
 from kernels.choice import has_triton
 from kernels.triton_tuning import INTERPRETER, NoTuning, next_power_of_two, read_table
-from tests.thorough import a_share, only_thorough
+from tests.thorough import a_share
 
 if has_triton():
     import triton
@@ -53,7 +53,7 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.covers("M06")
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=only_thorough), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_all_that_a_model_launches_compiles_without_contraction_many_spills_or_too_much_memory(
     capability: int, tmp_path: Path
 ) -> None:

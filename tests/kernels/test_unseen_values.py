@@ -14,7 +14,7 @@ LENGTH, BLOCK_SIZE = 200, 16  # three tiles of 64 positions, and a piece of one
 
 
 def attended(kernels: Kernels, kv: Tensor, queries: Tensor, spans: list[RowSpan], window: int | None) -> Tensor:
-    """[rows, heads, head_dim] of one sequence's rows, whose blocks lie in order; each span is a batch of its own kind."""
+    """What these spans of one sequence, whose blocks lie in order, see of it: [rows, heads, head_dim]."""
     tables = torch.arange(len(kv)).repeat(len(spans), 1)
     writes = torch.zeros(len(queries), dtype=torch.int64)
     batch = AttentionBatch(np.array(spans, np.int32), tables, writes)
