@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import httpx
 
@@ -52,6 +52,8 @@ def pin(pid: int, cores: Collection[int]) -> None:
 
 class Fleet:
     """Processes by name: `router` or `router-<number>`, and `<role>-<number>`; made by `started`."""
+
+    popen: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen  # starts them
 
     def __init__(
         self,
@@ -128,9 +130,7 @@ class Fleet:
             command += ["--parent-pid", str(os.getpid()), *self._flags[name]]
             place = self._network.entered(name) if self._network else nullcontext()
             with place, self._log(name).open("ab") as log:
-                self._processes[name] = subprocess.Popen(
-                    command, stdout=log, stderr=log, env=environment_of_a_cluster()
-                )
+                self._processes[name] = self.popen(command, stdout=log, stderr=log, env=environment_of_a_cluster())
         for name in names:
             wait_until(f"{name} listens", lambda name=name: self._is_listening(name), START_BOUND_S)  # type: ignore[misc]
             self._ready[name] = json.loads(self._ready_file(name).read_text())

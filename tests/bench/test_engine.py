@@ -12,6 +12,7 @@ import torch
 
 from bench.engine_steps import Case, work_of
 from engine.model_config import read_model_config
+from tests import forked
 from tests.architecture.source_tree import ROOT
 from tests.kernels_choice import KERNELS
 
@@ -19,7 +20,7 @@ from tests.kernels_choice import KERNELS
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """The command's end and output, which is no terminal."""
     command = [sys.executable, "-m", "bench.engine", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_a_run_gives_ratios_and_where_the_time_goes(tiny_model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from bench.failover import complaints_of, figures_of, show
 from bench.failover_plot import plot
 from bench.recovery import NAMES, WAYS, Played, Streams
 from bench.streams import StreamRun
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 
@@ -37,7 +38,7 @@ def played(way: str = "kill", **details: Any) -> Played:
 def run(module: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """A command's end and output, which is no terminal."""
     command = [sys.executable, "-m", module, *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    return forked.run(command, cwd=ROOT, timeout=280)
 
 
 def test_the_next_token_follows_the_pause_in_which_the_fault_was_found_not_a_longer_one_later() -> None:

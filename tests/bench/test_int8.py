@@ -12,13 +12,14 @@ import pytest
 
 from bench import int8
 from engine.demo.examine import EXAMS
+from tests import forked
 from tests.architecture.source_tree import DEMO_MODEL, ROOT
 from tests.kernels_choice import KERNELS
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.int8", "--threads", "1", "--kernels", KERNELS, *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_8_bits_lose_something_but_little(tiny_model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.kv_pool_step import Round, figures_of
+from tests import forked
 from tests.architecture.source_tree import ROOT
 from tests.kernels_choice import KERNELS
 from tests.registry.redis_server import PROGRAM
@@ -21,7 +22,7 @@ STORES = {f"{store}{suffix}" for store in ("memory", "directory", "server") for 
 
 def run(bench: str, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"bench.{bench}", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_every_store_is_measured_against_what_is_under_it(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.local_prefill", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_both_ways_are_taken_and_compared(tiny_model: Path, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import pytest
 
 from bench.overlap import Load, plain, step_s
 from engine.model import load_model
+from tests import forked
 from tests.architecture.source_tree import ROOT
 from tests.kernels_choice import KERNELS
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.overlap", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_both_depths_are_measured_and_compared(tiny_model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from bench.cluster import to_toml
 from bench.pressure_cells import POLICIES, Cell, CellRun, Workload, node_settings
 from bench.pressure_figures import CellFigures, compared, complaints, figures_of, need_blocks, schedule, show
 from bench.pressure_plot import plot
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 AMPLE = Cell("full", None, 1000)
@@ -42,7 +43,7 @@ RUN = CellRun(
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """The command's end and output, which is no terminal."""
     command = [sys.executable, "-m", "bench.pressure", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def workload(num_requests: int = 6) -> Workload:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """The command's end and output, which is no terminal."""
     command = [sys.executable, "-m", "bench.scheduler", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_a_run_gives_each_cases_times_ratios_and_what_happened(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 from bench.token_path import PARTS, Spent, parts_of, since, threads_of
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 
@@ -51,7 +51,7 @@ def test_the_engine_alone_and_the_whole_path_are_measured(tiny_model: Path, tmp_
     path = tmp_path / "result.json"
     sizes = ("--threads", "1", "--tokens", "16", "--context", "16", "--rounds", "2")
     command = [sys.executable, "-m", "bench.token_path", "--model", str(tiny_model), *sizes, "--output", str(path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    result = forked.run(command, cwd=ROOT, timeout=250)
     assert result.returncode == 0, result.stderr
     assert "node, loop" in result.stdout
     figures = json.loads(path.read_text())

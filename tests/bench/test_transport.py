@@ -15,6 +15,7 @@ from bench.transport import BenchProblem, Pair, TransportBenchConfig, main, star
 from bench.transport_node import Setup
 from bench.transport_report import Sample, report_of, spread_of
 from connector.nixl_agent import is_installed
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 BASELINES = {
@@ -33,7 +34,7 @@ NIXL = ("nixl", "nixl+checksum") if is_installed() else ()
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """The command's end and output, which is no terminal."""
     command = [sys.executable, "-m", "bench.transport", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return forked.run(command, cwd=ROOT, timeout=120)
 
 
 def test_a_run_gives_a_table_and_a_result_with_every_transfer(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 from unittest.mock import patch
 
 from bench.fleet import Fleet
+from tests import forked
 
 # Python runs it in every process of a cluster before anything else; only a node has the thread that computes, or what
 # `baton up` forks its nodes from.
@@ -71,6 +72,8 @@ class SlowSteps:
 
 class SlowableFleet(Fleet):
     """A Fleet with slow steps when they are wanted."""
+
+    popen = forked.Popen
 
     def start(self, *names: str) -> None:
         """As a Fleet does."""

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from tests import forked
 from tests.e2e.cluster import BATON, END_BOUND_S, START_BOUND_S, Cluster, Watch, started_cluster
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import HELD, wait_until
@@ -107,7 +107,7 @@ def another_decode_node(
     command += ["--ready-file", str(ready_file), "--parent-pid", str(os.getpid()), "--registry-namespace", NAMESPACE]
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "BATON_KERNELS") if key in os.environ}
     with (folder / "decode-late.log").open("wb") as log:
-        process = subprocess.Popen(
+        process = forked.Popen(
             command, stdout=log, stderr=log, env=environment | variables | {"BATON_REGISTRY": redis.url}, cwd=folder
         )
     try:

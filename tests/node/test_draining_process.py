@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ from runtime.registry_server import RegistryServer
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
 from runtime.session_events import Loss
+from tests import forked
 from tests.node.test_process import PATIENCE
 from tests.session.ends import until
 
@@ -105,8 +105,7 @@ async def node_of_a_router(
     await server.start()
     program = NODE.format(num_words=NUM_WORDS, drains=drains)
     arguments = ["--model", str(model_dir), "--router", address, "--threads", "1", "--num-blocks", "300", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, env=environment)
+    process = await forked.create_process(sys.executable, "-c", program, *arguments)
     try:
         async with asyncio.timeout(250):
             await until(lambda: "up" in router.heard, within_s=100)

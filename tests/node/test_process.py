@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import forked
+
 TIMEOUT_S = 100
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -74,7 +76,7 @@ def flags(model_dir: Path, *more: str) -> list[str]:
 
 def run(room: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", room, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return forked.run(command, timeout=TIMEOUT_S)
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def running(room: str, arguments: list[str], ready_file: Path) -> Iterator[tuple
     """A node that is ready, and its ready file's content; its log lies beside that file."""
     command = [sys.executable, "-c", PATIENT_NODE, room, *arguments, "--ready-file", str(ready_file)]
     log_file = ready_file.with_suffix(".log")
-    with log_file.open("w") as log, subprocess.Popen(command, env=ENVIRONMENT, stderr=log, text=True) as process:
+    with log_file.open("w") as log, forked.Popen(command, stderr=log, text=True) as process:
         try:
             while not ready_file.exists():
                 assert process.poll() is None, log_file.read_text()
@@ -181,7 +183,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(model_dir: Path, tmp
 @pytest.mark.parametrize("where", ["step", "core", "callback"])
 def test_a_bug_ends_the_process_rather_than_hang_it(where: str, model_dir: Path) -> None:
     command = [sys.executable, "-c", BUGGY_NODE.format(where=where), *flags(model_dir)]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    result = forked.run(command, timeout=TIMEOUT_S)
     assert result.returncode == 1
     sign = {"step": "PlanError", "core": "a bug in the core", "callback": "a bug in a callback"}[where]
     assert sign in result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -18,6 +17,7 @@ from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub, add_RegistryServicer_to_server
 from runtime.registry_server import RegistryServer
 from runtime.session import Peer
+from tests import forked
 from tests.node.test_draining_process import NODE, TestRouter, node_of_a_router, run
 from tests.node.test_process import PATIENT_NODE
 from tests.session.ends import until
@@ -51,7 +51,7 @@ async def node_of_all_roles(
     await server.start()
     arguments = ["--model", str(model_dir), "--router", address, "--threads", "1", "--num-blocks", "300"]
     command = [sys.executable, "-c", PATIENT_NODE, "deploy.node_process", "prefill", *arguments, *more]
-    process = await asyncio.create_subprocess_exec(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = await forked.create_process(*command)
     try:
         async with asyncio.timeout(250):
             await until(lambda: "up" in router.heard, within_s=100)
