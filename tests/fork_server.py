@@ -50,7 +50,7 @@ def _load() -> None:
 
     set_grpc_environment()  # gRPC reads it as it is imported
     with loading():
-        for module in ("deploy.launcher", "router.process", "node.process"):
+        for module in ("router.process", "node.process"):
             importlib.import_module(module)
         importlib.import_module("deploy.node_process").load()
         for program in ("deploy.launcher", "deploy.node_process"):  # each is loaded anew where it is what runs

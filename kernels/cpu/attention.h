@@ -84,15 +84,6 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
         });
 }
 
-// What is done before the tiles of a KV head, or of all of them.
-template <class T> void prepare(const Rows<T> &rows, int num_heads, bool is_direct, Scratch<T> &s) {
-    if constexpr (HAS_TILES<T>) {
-        if (!is_on_tiles<T>(rows.cache.head_dim)) return;
-        if (is_direct) put_queries_of_one(rows, num_heads, s);
-        else if (num_heads == 1) put_on_tiles(rows, s);
-    }
-}
-
 // A tile of all KV heads for one row.
 template <class T>
 void attend_one(const Rows<T> &rows, int num_heads, int start, const TileRows<T> &tile, Scratch<T> &s, float *mixed, size_t mixed_size,
@@ -105,8 +96,6 @@ void attend_one(const Rows<T> &rows, int num_heads, int start, const TileRows<T>
 // Multiply rows first .. last by the tile's keys.
 template <class T> void score_tile(const Rows<T> &rows, int first, int last, const Scratch<T> &s) {
     const int group = rows.cache.group(), D = rows.cache.head_dim;
-    if constexpr (HAS_TILES<T>)
-        if (is_on_tiles<T>(D)) return score_on_tiles(s, D, first * group, last * group);
     for (int query = first * group; query < last * group; query += PASS_QUERIES)
         with_constant<PASS_QUERIES>(std::min(PASS_QUERIES, last * group - query), [&](auto constant) {
             constexpr int M = constant();
@@ -119,8 +108,8 @@ template <class T> void score_tile(const Rows<T> &rows, int first, int last, con
 // One tile of one KV head.
 template <class T>
 void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed, AheadOfTile ahead) {
-    load_tile(rows.cache, tile, rows.head, s, ahead);
-    const int group = rows.cache.group(), D = rows.cache.head_dim, padded = rows.cache.padded();
+    load_tile(rows.cache, tile, rows.head, s.keys, s.values, ahead);
+    const int group = rows.cache.group(), D = rows.cache.head_dim;
     const float scale = 1.0f / std::sqrt(float(D));
     auto low = [&](int row) { return std::clamp(rows.low(row) - start, 0, TILE); };
     auto high = [&](int row) { return std::clamp(rows.first_position + row + 1 - start, 0, tile.count); };
@@ -135,62 +124,26 @@ void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratc
             each(row, end, low(row), high(row));
         }
     };
-    bool do_all_see_all = true;
     for_runs([&](int row, int end, int from, int until) {
-        do_all_see_all &= from == 0 && until == tile.count;
         for (int query = row * group; query < end * group; query += MAX_TOGETHER)
             with_constant<MAX_TOGETHER>(std::min(MAX_TOGETHER, end * group - query), [&](auto constant) {
                 weigh<constant()>(s.scores + size_t(query) * TILE, s.weights + size_t(query) * TILE, from, until, scale,
                                   mixed.greatest + query, mixed.sums + query, s.shrink + query);
             });
     });
-    if constexpr (HAS_TILES<T>)
-        if (is_on_tiles<T>(D)) {
-            if (do_all_see_all || are_finite(s.values, padded))
-                return mix_on_tiles(s, s.values, padded, first * group, last * group, mixed);
-            return for_runs([&](int row, int end, int from, int until) {
-                mix_on_tiles(s, seen_values(s, padded, from, until), padded, row * group, end * group, mixed);
-            });
-        }
     for_runs([&](int row, int end, int from, int until) { mix_values(rows, row * group, end * group, from, until, s, mixed); });
-}
-
-// One part of some rows, for KV heads rows.head .. rows.head + num_heads - 1, each with its own `mixed_size` numbers from
-// `mixed` on. `stream`: what brings this part and what follows it nearer, or null.
-template <class T>
-void attend_part(Rows<T> rows, int num_heads, int part, Scratch<T> &s, float *mixed, size_t mixed_size, KvStream *stream) {
-    const int first_head = rows.head, padded = rows.cache.padded();
-    for (int head = 0; head < num_heads; head++)
-        Mixed(mixed + head * mixed_size, rows.num_queries(), padded).clear(rows.num_queries(), padded);
-    const int end = std::min((part + 1) * PART, rows.last_position() + 1);
-    int start = part * PART;
-    while (start + TILE <= rows.low(0)) start += TILE;
-    const bool is_direct = stream && rows.is_direct();
-    prepare(rows, num_heads, is_direct, s);
-    for (; start < end; start += TILE) {
-        const TileRows<T> tile(rows.cache, rows.table, rows.attend.layer, start, end);
-        if (is_direct) {
-            attend_one(rows, num_heads, start, tile, s, mixed, mixed_size, *stream);
-            continue;
-        }
-        // All heads' rows lie side by side, and the first head reads of each: what is asked for is a tile ahead.
-        const int from = std::max(rows.low(0) - start, 0) / LANES * LANES;
-        int chunks = stream ? 2 * stream->chunks_of(start + from, tile.count - from) : 0;
-        for (int head = 0; head < num_heads; head++) {
-            rows.head = first_head + head;
-            if (num_heads > 1) prepare(rows, 1, false, s);
-            const int share = ceil_div(chunks, num_heads - head);
-            chunks -= share;
-            Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
-            attend_tile(rows, start, tile, s, so_far, {share ? stream->take(share, share) : nullptr, share});
-        }
-        rows.head = first_head;
-    }
 }
 
 // Put a later part behind what a row has so far.
 inline void merge(Mixed all_parts, const Mixed &part, int num_queries, int padded) {
+    alignas(64) float greatest[LANES], old_shares[LANES], new_shares[LANES];
     for (int query = 0; query < num_queries; query++) {
+        const int lane = query % LANES;
+        if (lane == 0) {
+            const Floats before = load_some(all_parts.greatest + query, num_queries - query);
+            const Floats later = load_some(part.greatest + query, num_queries - query), most = choose(before < later, later, before);
+            store(greatest, most), store(old_shares, exponential(before - most)), store(new_shares, exponential(later - most));
+        }
         if (part.has_nothing(query)) continue;
         float *to = all_parts.values + size_t(query) * padded;
         const float *from = part.values + size_t(query) * padded;
@@ -200,13 +153,10 @@ inline void merge(Mixed all_parts, const Mixed &part, int num_queries, int padde
             all_parts.sums[query] = part.sums[query];
             continue;
         }
-        const float greatest = std::max(all_parts.greatest[query], part.greatest[query]);
-        const float old_share = exponential(all(all_parts.greatest[query] - greatest))[0];
-        const float new_share = exponential(all(part.greatest[query] - greatest))[0];
         for (int i = 0; i < padded; i += LANES)
-            store(to + i, multiply_add(load(to + i), all(old_share), load(from + i) * new_share));
-        all_parts.greatest[query] = greatest;
-        all_parts.sums[query] = all_parts.sums[query] * old_share + part.sums[query] * new_share;
+            store(to + i, multiply_add(load(to + i), all(old_shares[lane]), load(from + i) * new_shares[lane]));
+        all_parts.greatest[query] = greatest[lane];
+        all_parts.sums[query] = all_parts.sums[query] * old_shares[lane] + part.sums[query] * new_shares[lane];
     }
 }
 
@@ -220,6 +170,73 @@ template <class T> void finish(const Rows<T> &rows, const Mixed &mixed) {
             store_some(rows.to(query) + i, first / mixed.sums[query], D - i);
             if (D - i > LANES) store_some(rows.to(query) + i + LANES, second / mixed.sums[query], D - i - LANES);
         }
+}
+
+#if defined(__AMX_BF16__)
+// All parts of one KV head, for some rows: `row` has nothing yet.
+inline void attend_row_on_tiles(const Rows<Bf16> &rows, Scratch<Bf16> &s, Mixed part, const Mixed &row) {
+    const int padded = rows.cache.padded();
+    put_on_tiles(rows, s);
+    for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
+        part.clear_sums(rows.num_queries());
+        attend_on_tiles(rows, number, s, part, {nullptr, 0}, [&](const QueryPass &pass) {
+            const Mixed of_pass(s.of_pass, part.greatest + pass.begin, part.sums + pass.begin);
+            merge(row.from(pass.begin, padded), of_pass, pass.end - pass.begin, padded);
+        });
+    }
+    finish(rows, row);
+}
+
+// As attend_part, of many rows.
+inline void attend_part_on_tiles(Rows<Bf16> rows, int num_heads, int part, Scratch<Bf16> &s, float *mixed, size_t mixed_size, KvStream &stream) {
+    const int padded = rows.cache.padded(), start = std::max(part * PART, rows.low(0) / LANES * LANES);
+    int chunks = 2 * stream.chunks_of(start, std::min((part + 1) * PART, rows.last_position() + 1) - start);
+    for (; num_heads > 0; num_heads--, rows.head++, mixed += mixed_size) {
+        const Mixed of_part(mixed, rows.num_queries(), padded);
+        const int share = ceil_div(chunks, num_heads);
+        chunks -= share;
+        put_on_tiles(rows, s);
+        attend_on_tiles(rows, part, s, of_part, {share ? stream.take(share, share) : nullptr, share}, [&](const QueryPass &pass) {
+            std::copy_n(s.of_pass, size_t(pass.end - pass.begin) * padded, of_part.from(pass.begin, padded).values);
+        });
+    }
+}
+#endif
+
+// One part of some rows, for KV heads rows.head .. rows.head + num_heads - 1, each with its own `mixed_size` numbers from
+// `mixed` on. `stream`: what brings this part and what follows it nearer, or null.
+template <class T>
+void attend_part(Rows<T> rows, int num_heads, int part, Scratch<T> &s, float *mixed, size_t mixed_size, KvStream *stream) {
+    const int first_head = rows.head, padded = rows.cache.padded();
+    for (int head = 0; head < num_heads; head++)
+        Mixed(mixed + head * mixed_size, rows.num_queries(), padded).clear(rows.num_queries(), padded);
+    const int end = std::min((part + 1) * PART, rows.last_position() + 1);
+    int start = part * PART;
+    while (start + TILE <= rows.low(0)) start += TILE;
+    const bool is_direct = stream && rows.is_direct();
+    if constexpr (HAS_TILES<T>)
+        if (is_on_tiles<T>(rows.cache.head_dim)) {
+            if (!is_direct) return attend_part_on_tiles(rows, num_heads, part, s, mixed, mixed_size, *stream);
+            put_queries_of_one(rows, num_heads, s);
+        }
+    for (; start < end; start += TILE) {
+        const TileRows<T> tile(rows.cache, rows.table, rows.attend.layer, start, end);
+        if (is_direct) {
+            attend_one(rows, num_heads, start, tile, s, mixed, mixed_size, *stream);
+            continue;
+        }
+        // All heads' rows lie side by side, and the first head reads of each: what is asked for is a tile ahead.
+        const int from = std::max(rows.low(0) - start, 0) / LANES * LANES;
+        int chunks = stream ? 2 * stream->chunks_of(start + from, tile.count - from) : 0;
+        for (int head = 0; head < num_heads; head++) {
+            rows.head = first_head + head;
+            const int share = ceil_div(chunks, num_heads - head);
+            chunks -= share;
+            Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
+            attend_tile(rows, start, tile, s, so_far, {share ? stream->take(share, share) : nullptr, share});
+        }
+        rows.head = first_head;
+    }
 }
 
 }  // namespace baton

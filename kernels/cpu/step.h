@@ -81,7 +81,7 @@ void attend_shared(const Attend<T> &attend, const Cache &cache, const Batch &bat
         const Unit &unit = plan.shared[i];
         const Span &span = batch.spans[unit.span];
         const Rows<T> rows = rows_of(attend, cache, batch, unit, 0);
-        stream.reach(&unit, rows.is_direct() ? 0 : 2 * stream.chunks_of(0, TILE));
+        stream.reach(&unit, rows.is_direct() ? 0 : 2 * stream.chunks_of(0, is_on_tiles<T>(cache.head_dim) ? PART : TILE));
         attend_part(rows, cache.num_kv_heads, unit.head, scratch, plan.mixed_memory + unit.mixed,
                     StepPlan::mixed_size(span, cache), &stream);
     }
@@ -95,6 +95,8 @@ void attend_drawn(const Attend<T> &attend, const Cache &cache, const Batch &batc
     const Rows<T> rows = rows_of(attend, cache, batch, unit, unit.head);
     const Mixed part(scratch.part, rows.num_queries(), padded), row(scratch.row, rows.num_queries(), padded);
     Mixed(row).clear(rows.num_queries(), padded);
+    if constexpr (HAS_TILES<T>)
+        if (is_on_tiles<T>(cache.head_dim)) return attend_row_on_tiles(rows, scratch, part, row);
     for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
         attend_part(rows, 1, number, scratch, scratch.part, 0, static_cast<KvStream *>(nullptr));
         merge(row, part, rows.num_queries(), padded);

@@ -46,16 +46,16 @@ template <class T> struct Attend {
 // Whether both products of attention are those of tiles.h.
 #if defined(__AMX_BF16__)
 template <class T> constexpr bool HAS_TILES = std::is_same_v<T, Bf16>;
-constexpr int SPARE_QUERIES = TILED_ROWS - 1;  // that are computed with the last ones, and nobody's
+constexpr int SPARE_QUERIES = 2 * TILED_ROWS - 1;  // of two passes, computed with the last ones, and nobody's
 #else
 template <class T> constexpr bool HAS_TILES = false;
-constexpr int SPARE_QUERIES = 0;
+constexpr int SPARE_QUERIES = 0, TILED_ROWS = 0;
 #endif
 template <class T> constexpr bool is_on_tiles(int head_dim) { return HAS_TILES<T> && head_dim % TILE_DEPTH == 0; }
 
 // One thread's memory.
 template <class T> struct Scratch {
-    Unpacked<T> *keys;  // [2 panels]
+    Unpacked<T> *keys;  // [2 panels]; of two tiles, where they are multiplied on tiles
     float *sums;      // [num_heads, head_dim]
     float *queries;   // [num_heads, head_dim], widened
     Mixable<T> *values;   // [padded / PANEL] panels of TILE positions; of all KV heads, where they are multiplied on tiles
@@ -66,18 +66,19 @@ template <class T> struct Scratch {
     float *row;       // and of all parts so far
     // where products are those of tiles.h
     T *packed;  // a unit's queries, as put_on_tiles lays them out
-    Mixable<T> *seen_values;  // as `values` of one head, for rows that must not see all of them
+    float *of_pass;  // [TILED_ROWS, padded], what a pass has so far of a part
     Tiles tiles;
 
+    // Enough for any T, if T is float.
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2), all_queries = queries + SPARE_QUERIES;
-        return 2 * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
+        return (HAS_TILES<Bf16> ? 4 : 2) * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
                (2 * cache.num_heads * cache.head_dim + values_size(cache) + all_queries * (2 * TILE + 1) + 2 * mixed) * 4 +
-               (packed_size(cache, all_queries) + cache.padded() * TILE) * (HAS_TILES<Bf16> ? sizeof(Bf16) : 0) + 11 * 64;
+               (packed_size(cache, all_queries) * sizeof(Bf16) + cache.padded() * TILED_ROWS * sizeof(float)) * HAS_TILES<Bf16> + 11 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2), all_queries = queries + SPARE_QUERIES;
-        keys = take<Unpacked<T>>(memory, 2 * panel_size<T>(cache.head_dim));
+        keys = take<Unpacked<T>>(memory, (HAS_TILES<T> ? 4 : 2) * panel_size<T>(cache.head_dim));
         sums = take<float>(memory, cache.num_heads * cache.head_dim);
         this->queries = take<float>(memory, cache.num_heads * cache.head_dim);
         values = take<Mixable<T>>(memory, values_size(cache));
@@ -89,10 +90,10 @@ template <class T> struct Scratch {
         row = take<float>(memory, mixed);
         if constexpr (HAS_TILES<T>) {
             packed = take<T>(memory, packed_size(cache, all_queries));
-            seen_values = take<T>(memory, cache.padded() * TILE);
+            of_pass = take<float>(memory, cache.padded() * TILED_ROWS);
         }
     }
-    static size_t values_size(const Cache &cache) { return size_t(cache.padded()) * TILE * (HAS_TILES<Bf16> ? cache.num_kv_heads : 1); }
+    static size_t values_size(const Cache &cache) { return size_t(cache.padded()) * TILE * (HAS_TILES<Bf16> ? std::max(cache.num_kv_heads, PART / TILE) : 1); }
     static size_t packed_size(const Cache &cache, size_t queries) {
         return std::max<size_t>(queries, cache.num_kv_heads * LANES) * cache.head_dim;
     }
@@ -106,8 +107,13 @@ struct Mixed {
 
     Mixed(float *memory, int queries, int padded)
         : values(memory), greatest(memory + size_t(queries) * padded), sums(greatest + queries) {}
+    Mixed(float *values, float *greatest, float *sums) : values(values), greatest(greatest), sums(sums) {}
+    Mixed from(int query, int padded) const { return {values + size_t(query) * padded, greatest + query, sums + query}; }
     void clear(int queries, int padded) {
         std::fill(values, values + size_t(queries) * padded, 0.0f);
+        clear_sums(queries);
+    }
+    void clear_sums(int queries) {
         std::fill(greatest, greatest + queries, -std::numeric_limits<float>::infinity());
         std::fill(sums, sums + queries, 0.0f);
     }
@@ -141,6 +147,8 @@ constexpr int lane_of(int m) { return m / 4 * LANES + m % 4 * 4; }
 struct DoNothing {
     BATON_INLINE void operator()() const {}
 };
+// By how much a score may exceed what counts as the greatest: what is summed up so far is rescaled seldom then.
+template <class Weight> constexpr float SLACK = HAS_TILES<Weight> ? 8.0f : 0.0f;
 constexpr int MEANWHILES = 3;  // calls of `meanwhile` a query
 
 // Turn M queries' scores of a tile into weights, [low, high) being what they see, and rescale the sums that they have so far.
@@ -177,7 +185,7 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
     }
     reduce(most, [](auto a, auto b) __attribute__((always_inline)) { return larger(a, b); });
     for (int m = 0; m < M; m++) {
-        const float scaled = reduced[lane_of(m)] * scale, now = scaled > greatest[m] ? scaled : greatest[m];
+        const float scaled = reduced[lane_of(m)] * scale, now = scaled > greatest[m] + SLACK<Weight> ? scaled : greatest[m];
         gaps[m] = greatest[m] - now, greatest[m] = now;
     }
     store(gaps, exponential(load(gaps)));

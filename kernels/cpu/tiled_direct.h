@@ -106,29 +106,37 @@ inline void unpack_all_values(const One &one, const TileRows<Bf16> &tile, Nearer
 
 // Add weighted values of one KV head to what its queries have so far.
 inline void mix_values_of_one(const One &one, int head, const Mixed &mixed) {
-    constexpr int ROW_BYTES = PANEL * sizeof(float), STEP_BYTES = 2 * PANEL * sizeof(Bf16);
-    alignas(64) float sums[TILE_ROWS * PANEL];
+    constexpr int STEP_BYTES = 2 * PANEL * sizeof(Bf16);
     const Bf16 *weights = one.s.weights + size_t(head) * one.group * TILE;
     const Bf16 *values = one.s.values + size_t(head) * one.head_dim * TILE;
-    const float *shrink = one.s.shrink + head * one.group;
+    for (int m = 0; m < one.group; m++)
+        if (const float shrink = one.s.shrink[head * one.group + m]; shrink != 1.0f)
+            for (int i = 0; i < one.head_dim; i += LANES) {
+                float *at = mixed.values + size_t(m) * one.head_dim + i;
+                store(at, load(at) * shrink);
+            }
     put_into_place(weights);
+    put_into_place(mixed.values);
     for (int column = 0; column < one.head_dim; column += PANEL, values += TILE * PANEL) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int at = one.low / TILE_DEPTH * TILE_DEPTH; at < one.high; at += TILE_DEPTH) {
+        float *sums = mixed.values + column;
+        _tile_loadd(2, sums, one.head_dim * sizeof(float));
+        _tile_loadd(3, sums + LANES, one.head_dim * sizeof(float));
+        for (int at = 0; at < TILE; at += TILE_DEPTH) {
+            if (at + TILE_DEPTH <= one.low || at >= one.high) {
+                _tile_zero(5);
+                _tile_zero(7);
+                _tile_dpbf16ps(2, 5, 7);
+                _tile_dpbf16ps(3, 5, 7);
+                continue;
+            }
             _tile_loadd(5, weights + at, TILE * sizeof(Bf16));
             _tile_loadd(7, values + at * PANEL, STEP_BYTES);
             _tile_dpbf16ps(2, 5, 7);
             _tile_loadd(7, values + at * PANEL + PANEL, STEP_BYTES);
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(2, sums, ROW_BYTES);
-        _tile_stored(3, sums + LANES, ROW_BYTES);
-        for (int m = 0; m < one.group; m++)
-            for (int v = 0; v < PANEL; v += LANES) {
-                float *at = mixed.values + size_t(m) * one.head_dim + column + v;
-                store(at, multiply_add(load(at), all(shrink[m]), load(sums + m * PANEL + v)));
-            }
+        _tile_stored(2, sums, one.head_dim * sizeof(float));
+        _tile_stored(3, sums + LANES, one.head_dim * sizeof(float));
     }
 }
 

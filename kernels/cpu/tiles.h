@@ -87,18 +87,29 @@ BATON_INLINE const Bf16 *widened_block(const Int8 *columns, Bf16 *to) {
 }
 
 // Rows, `stride` bytes apart, times the first `blocks` blocks of a panel; sums: [rows, PANEL], `sums_stride` bytes apart. HIGH: there
-// are more than TILE_ROWS.
-template <bool HIGH, class C>
+// are more than TILE_ROWS. ADDS: to what the sums are.
+template <bool HIGH, class C, bool ADDS = false>
 void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, float *sums, size_t sums_stride, Ahead ahead) {
     constexpr int BLOCK = TILE_DEPTH * PANEL, STEP_BYTES = 2 * PANEL * sizeof(Bf16);
     alignas(64) Bf16 widened[2][BLOCK];
     const char *low = reinterpret_cast<const char *>(x), *high = low + TILE_ROWS * stride;
+    char *to = reinterpret_cast<char *>(sums), *high_to = to + TILE_ROWS * sums_stride;
     put_into_place(x);
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (HIGH) {
-        _tile_zero(2);
-        _tile_zero(3);
+    if constexpr (ADDS) {
+        put_into_place(sums);
+        _tile_loadd(0, to, sums_stride);
+        _tile_loadd(1, to + LANES * sizeof(float), sums_stride);
+        if constexpr (HIGH) {
+            _tile_loadd(2, high_to, sums_stride);
+            _tile_loadd(3, high_to + LANES * sizeof(float), sums_stride);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (HIGH) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
     }
     for (int block = 0; block < blocks; block++) {
         bring_ahead<BLOCK * sizeof(C), 1>(reinterpret_cast<const char *>(columns), 0, BLOCK_STEPS, ahead);
@@ -115,12 +126,11 @@ void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, 
         }
         columns += BLOCK, low += TILE_DEPTH * sizeof(Bf16), high += TILE_DEPTH * sizeof(Bf16);
     }
-    char *to = reinterpret_cast<char *>(sums);
     _tile_stored(0, to, sums_stride);
     _tile_stored(1, to + LANES * sizeof(float), sums_stride);
     if constexpr (HIGH) {
-        _tile_stored(2, to + TILE_ROWS * sums_stride, sums_stride);
-        _tile_stored(3, to + TILE_ROWS * sums_stride + LANES * sizeof(float), sums_stride);
+        _tile_stored(2, high_to, sums_stride);
+        _tile_stored(3, high_to + LANES * sizeof(float), sums_stride);
     }
 }
 

@@ -104,7 +104,7 @@ struct AheadOfTile {
 
 // Bring one KV head's tile into the form that products take; keys that it lacks are zero. ahead: what to bring nearer meanwhile.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s, AheadOfTile &ahead) {
+void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Unpacked<T> *to_keys, Mixable<T> *to_values, AheadOfTile &ahead) {
     constexpr int W = Step<Mixable<T>>::WIDTH;
     const int D = cache.head_dim;
     static const T nothing[1024] = {};
@@ -118,10 +118,10 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T>
         }
         const int num_values = HAS_TILES<T> ? LANES : std::min(LANES, tile.count - begin);  // tiles are multiplied whole
         for (int i = 0; i < num_values; i += W) {
-            unpack_values(values + i, D, s.values + size_t(begin + i) * PANEL);
+            unpack_values(values + i, D, to_values + size_t(begin + i) * PANEL);
             for (int n = 0; n < W * chunks; n++) ahead.bring_next();
         }
-        unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
+        unpack_keys(rows, D, to_keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }
 }
 

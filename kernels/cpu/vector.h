@@ -62,21 +62,6 @@ template <int N> BATON_INLINE void exponentials_below(Floats (&x)[N]) {
     for (int i = 0; i < N; i += M) exponentials_at_once<M>(x + i);
 }
 
-// 2^x of what is at most 1, off by 3 millionths: enough for what is rounded to the 8 bits of a bf16. 0 below -126, a NaN of a NaN. Half
-// the work of exponentials_below; the polynomial was fitted to the least relative error from -0.5 to 0.5.
-template <int N> BATON_INLINE void rough_powers_below(Floats (&x)[N]) {
-    const Floats magic = all(12582912.0f);  // as above
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i++) {
-        const Floats shifted = x[i] + magic, y = x[i] - (shifted - magic);
-        Floats p = multiply_add(y, all(9.5828529e-3f), all(5.5906426e-2f));
-        p = multiply_add(p, y, all(2.4024099e-1f));
-        p = multiply_add(p, y, all(6.9312418e-1f));
-        p = multiply_add(p, y, all(1.0f));
-        x[i] = as_floats(~(Bits)(x[i] < all(-126.0f)) & ((Bits)p + ((Bits)shifted << 23)));
-    }
-}
-
 // The same as exponentials_below, of anything.
 BATON_INLINE Floats exponential(Floats x) {
     Floats one[1] = {at_most(88.0f, x)};

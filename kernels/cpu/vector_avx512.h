@@ -109,6 +109,22 @@ BATON_INLINE Floats floats_of(Wide a, Wide b) {
     return __builtin_shufflevector(first, second, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
+#if defined(__AVX512BF16__)
+// 2^x of what is at most 100, off by 3 millionths: enough for what is rounded to the 8 bits of a bf16. 0 far below, a NaN of a NaN. Half
+// the work of exponentials_below; the polynomial was fitted to the least relative error from 0 to 1.
+template <int N> BATON_INLINE void rough_powers_below(Floats (&x)[N]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) {
+        const Floats y = (Floats)_mm512_reduce_ps((__m512)x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        Floats p = multiply_add(y, all(1.3426687e-2f), all(5.2242470e-2f));
+        p = multiply_add(p, y, all(2.4128021e-1f));
+        p = multiply_add(p, y, all(6.9304484e-1f));
+        p = multiply_add(p, y, all(1.0f));
+        x[i] = (Floats)_mm512_scalef_ps((__m512)p, (__m512)x[i]);
+    }
+}
+#endif
+
 constexpr int EXPONENTIALS = 8;  // at once: so many have the room that they need in 32 registers
 
 }  // namespace baton

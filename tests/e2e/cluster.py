@@ -20,7 +20,6 @@ from typing import Any, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests import forked
 from tests.plain_http import NO_CERTIFICATES
 
 BATON: Final = str(Path(sys.executable).with_name("baton"))
@@ -125,7 +124,7 @@ def started_launcher(
     command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run")]
     command += ["--parent-pid", str(os.getpid()), *flags]  # a test run that is killed leaves no cluster
     usual = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
-    with forked.Popen(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
