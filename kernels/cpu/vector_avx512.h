@@ -111,16 +111,24 @@ BATON_INLINE Floats floats_of(Wide a, Wide b) {
 
 #if defined(__AVX512BF16__)
 // 2^x of what is at most 100, off by 3 millionths: enough for what is rounded to the 8 bits of a bf16. 0 far below, a NaN of a NaN. Half
-// the work of exponentials_below; the polynomial was fitted to the least relative error from 0 to 1.
+// the work of exponentials_below; polynomials were fitted to the least relative error, from 0 to 1 and from -0.5 to 0.5.
 template <int N> BATON_INLINE void rough_powers_below(Floats (&x)[N]) {
+    auto polynomial = [](Floats y, float a, float b, float c, float d) __attribute__((always_inline)) {
+        const Floats p = multiply_add(multiply_add(y, all(a), all(b)), y, all(c));
+        return multiply_add(multiply_add(p, y, all(d)), y, all(1.0f));
+    };
 #pragma GCC unroll 16
     for (int i = 0; i < N; i++) {
+#if defined(__AMX_BF16__)  // Intel's: 0.78 of the time of the other way
         const Floats y = (Floats)_mm512_reduce_ps((__m512)x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-        Floats p = multiply_add(y, all(1.3426687e-2f), all(5.2242470e-2f));
-        p = multiply_add(p, y, all(2.4128021e-1f));
-        p = multiply_add(p, y, all(6.9304484e-1f));
-        p = multiply_add(p, y, all(1.0f));
+        const Floats p = polynomial(y, 1.3426687e-2f, 5.2242470e-2f, 2.4128021e-1f, 6.9304484e-1f);
         x[i] = (Floats)_mm512_scalef_ps((__m512)p, (__m512)x[i]);
+#else
+        const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its sum rounds to integers
+        const Floats shifted = x[i] + magic, y = x[i] - (shifted - magic);
+        const Floats p = polynomial(y, 9.5828529e-3f, 5.5906426e-2f, 2.4024099e-1f, 6.9312418e-1f);
+        x[i] = as_floats(~(Bits)(x[i] < all(-126.0f)) & ((Bits)p + ((Bits)shifted << 23)));
+#endif
     }
 }
 #endif
