@@ -188,7 +188,8 @@ inline void attend_row_on_tiles(const Rows<Bf16> &rows, Scratch<Bf16> &s, Mixed 
 }
 
 // As attend_part, of many rows.
-inline void attend_part_on_tiles(Rows<Bf16> rows, int num_heads, int part, Scratch<Bf16> &s, float *mixed, size_t mixed_size, KvStream &stream) {
+inline void attend_part_on_tiles(Rows<Bf16> rows, int num_heads, int part, Scratch<Bf16> &s, float *mixed, size_t mixed_size,
+                                 KvStream &stream) {
     const int padded = rows.cache.padded(), start = std::max(part * PART, rows.low(0) / LANES * LANES);
     int chunks = 2 * stream.chunks_of(start, std::min((part + 1) * PART, rows.last_position() + 1) - start);
     for (; num_heads > 0; num_heads--, rows.head++, mixed += mixed_size) {

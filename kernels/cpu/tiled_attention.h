@@ -2,7 +2,8 @@
 // instruction.
 //
 // All 64 positions of a tile are multiplied, those that a row does not see by weights of zero: what lies there must be finite, and is
-// taken for zero where it is not. Queries go through both tiles of a part by TILED_ROWS, so that what they have of it stays in a core's first cache.
+// taken for zero where it is not. Queries go through both tiles of a part 32 at a time, so that what they have of it stays in a
+// core's nearest cache; while some are weighed, the next ones' scores are multiplied, and the last ones' values.
 #pragma once
 
 #include "tiled_weights.h"
@@ -100,6 +101,7 @@ class PartOnTiles {
 
   private:
     static constexpr int SCORED = TILE / PANEL, TILES = PART / TILE;
+    static_assert(TILES == 2);  // with a third one, s.shrink would be overwritten before it is used
 
     // Take a pass to the next tile that it sees any of, or to the queries behind it; false: there are none.
     bool follow(QueryPass &pass, int turn) const {
@@ -120,8 +122,8 @@ class PartOnTiles {
     // Scores of a panel of keys.
     void score(const QueryPass &pass, int panel) const {
         const auto multiply = pass.is_high() ? multiply_tiles<true, Bf16> : multiply_tiles<false, Bf16>;
-        multiply(s_.packed + size_t(pass.begin) * head_dim_, head_dim_ * sizeof(Bf16), keys_of(pass.tile) + panel * panel_size<Bf16>(head_dim_),
-                 head_dim_ / TILE_DEPTH, pass.scores + panel * PANEL, TILE * sizeof(float), {});
+        const Bf16 *queries = s_.packed + size_t(pass.begin) * head_dim_, *keys = keys_of(pass.tile) + panel * panel_size<Bf16>(head_dim_);
+        multiply(queries, head_dim_ * sizeof(Bf16), keys, head_dim_ / TILE_DEPTH, pass.scores + panel * PANEL, TILE * sizeof(float), {});
     }
 
     // meanwhile: what else is to be done, called with every 16 queries.
