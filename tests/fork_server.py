@@ -1,4 +1,4 @@
-"""`python -m tests.fork_server FD`: has loaded what processes of Baton load, and is forked for each that tests start.
+"""`python tests/fork_server.py FD`: has loaded what processes of Baton load, and is forked for each that tests start.
 
     Popen of tests/forked.py ──program, variables, descriptors──► this ──fork──► one that ends at once ──fork──► the program
             ^                                                                                                        │
@@ -93,8 +93,7 @@ def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
     os.close(network)
     _place(descriptors, asked["descriptors"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked["cwd"] is not None:
-        os.chdir(asked["cwd"])
+    os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["environment"])
     sys.orig_argv[:] = asked["words"]
