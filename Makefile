@@ -23,6 +23,7 @@ BIN := .venv/bin
 PYTHON := $(BIN)/python
 STAMP := .venv/.installed
 KERNELS := kernels/cpu/built/.built
+ALL_KERNELS := kernels/cpu/built/.all
 REDIS := .venv/.redis
 HELM := .venv/.helm
 BROWSER := .venv/.browser
@@ -54,8 +55,9 @@ $(PYTHON):
 	echo "make setup: .venv with $$($$python --version); one to five minutes, once"; \
 	$$python -m venv --clear .venv
 
-# Modules are compiled when they are first imported: those that Baton has at the end, so that the first `make up` is no slower than the
-# second, and thousands of others never.
+# torch, whose build for CPUs pip may have been told of, is pip's to bring; then uv takes a sixth of pip's time, but knows nothing of its
+# settings: all is pip's where they name another index, or where uv fails. Modules are compiled when they are first imported: those
+# that Baton has at the end, so that the first `make up` is no slower than the second, and thousands of others never.
 $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
 	@set -e; echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
 	trap 'exit 130' INT TERM; \
@@ -63,15 +65,23 @@ $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
 	$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip >/dev/null; \
 	$(PYTHON) -m pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
 	[ -z "$$dots" ] || echo >&2; echo "make setup: the other packages, 300 MB"; \
-	$(PYTHON) -m pip install -qq --no-compile -c constraints.txt -e '.[dev,nixl,numba,triton]'; \
+	packages="-c constraints.txt -e .[dev,nixl,numba,triton]"; \
+	if $(PYTHON) -m pip config list | grep -q '[.]index-url' || ! $(PYTHON) -m pip install -qq --no-compile -c constraints.txt uv \
+	  || ! $(BIN)/uv pip install -q --python $(PYTHON) $$packages 2>.venv/.uv.log; \
+	then $(PYTHON) -m pip install -qq --no-compile $$packages; fi; \
 	$(PYTHON) -P -c 'import deploy.launcher, node.process, router.process'; \
 	touch $(STAMP)
 
-# Seconds, once; without a C++ compiler numba's functions are, and a line says what that costs.
+# Half a minute, once: what this CPU runs best. Without a C++ compiler numba's functions are, and a line says what that costs.
 $(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
-	@$(PYTHON) -m kernels.cpu_build
+	@$(PYTHON) -m kernels.cpu_build --here
 	@ls $(@D)/*.so >/dev/null 2>&1 || $(PYTHON) -m kernels.numba_kernels
 	@mkdir -p $(@D) && touch $@
+
+# What every other CPU runs, too: tests compare all those that this one can, and that the rest compile is tested by this.
+$(ALL_KERNELS): $(KERNELS)
+	@$(PYTHON) -m kernels.cpu_build
+	@touch $@
 
 # For the tests of the registry in Redis, and of the front of routers. Tried once, and never a reason to fail: they say by themselves
 # what there is not. Beside pip, as what is below.
@@ -116,7 +126,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
 # Tests wait for a third of their time: one process more than two cores have, which was a tenth faster than as many.
-test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
+test: lint $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
 	@$(PYTHON) -m pytest -n 3 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## thirteen benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README; BENCH_FLAGS="--envs DIR": peers too
@@ -153,7 +163,7 @@ sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong,
 fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 seconds each; TARGET=name for one
 	@$(PYTHON) -m tests.security $(TARGET) --seconds $(FUZZ_S)
 
-soak: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, SOAK_S=1800 seconds of real processes killed, stopped, cut off, then every test with all that it can draw
+soak: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, SOAK_S=1800 seconds of real processes killed, stopped, cut off, then every test with all that it can draw
 	@$(PYTHON) -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
 	@$(PYTHON) -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 3 --dist loadfile --timeout=3600
@@ -167,7 +177,7 @@ compose-test: $(STAMP) $(KERNELS) ## build the images and hurt the containers of
 clients: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## other people's clients (openai, langchain, litellm, lm-eval, vllm, guidellm) against a cluster; ONLY=name,name for some; installs gigabytes
 	@$(PYTHON) -m tests.clients $(ONLY) --model $(MODEL) $(CLIENTS_FLAGS)
 
-coverage-table: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+coverage-table: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(PYTHON) -m pytest -n 3 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included

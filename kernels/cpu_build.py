@@ -1,14 +1,16 @@
 """Compiles the C++ of kernels/cpu into one library per kind of CPU, and finds the one that suits this machine.
 
-    python -m kernels.cpu_build        what `make setup` runs; says in one line what it did, and fails never
+    python -m kernels.cpu_build            for every CPU of this architecture: an image is built on one and run on others
+    python -m kernels.cpu_build --here     what `make setup` runs: what this CPU runs best, and what is next to it
 
-A library is named after its variant and a hash of its sources and flags, so a stale one is never loaded, and all variants of
-this architecture are built: an image may be built on one CPU and run on another. A node compiles nothing (start within 10 s).
+Both say in one line what they did, and fail never. A library is named after its variant and a hash of its sources and flags, so
+that a stale one is never loaded. A node compiles nothing (start within 10 s).
 Without C++ compiler, or on other architectures, there is no library, and the node runs, and says that it runs, on numba or torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import platform
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -83,6 +86,16 @@ def usable_variants() -> tuple[Variant, ...]:
     return tuple(each for each in variants() if each.cpu_flags <= found)
 
 
+def compiled_variant() -> Variant | None:
+    """The best that this CPU can run of those whose library is there, for the sources as they are now."""
+    return next((each for each in usable_variants() if library_path(each).exists()), None)
+
+
+def is_left_uncompiled() -> bool:
+    """Whether this machine could compile what its CPU runs best, and has not since the sources or flags last changed."""
+    return usable_variants()[:1] not in ((), (compiled_variant(),)) and any(map(shutil.which, COMPILERS))
+
+
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
     """The flags that /proc/cpuinfo gives its first CPU."""
     for line in cpuinfo.splitlines():
@@ -128,18 +141,20 @@ def build(variant: Variant) -> Path:
     return path
 
 
-def main() -> int:
-    """Build everything; a machine that cannot still has a working Baton, so that is no failure."""
-    missing = [each for each in variants() if not library_path(each).exists()]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build; a machine that cannot still has a working Baton, so that is no failure."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.cpu_build", description="Compile the kernels for CPUs.")
+    parser.add_argument("--here", action="store_true", help="only the best two for this CPU, not for every CPU")
+    # Two: a process may be refused the best one's instructions, as tiles are to one whose stack for signals is small.
+    wanted = usable_variants()[:2] if parser.parse_args(arguments).here else variants()
+    missing = [each for each in wanted if not library_path(each).exists()]
     if missing and any(map(shutil.which, COMPILERS)):
-        sys.stdout.write(f"kernels: compiling for {len(missing)} kinds of CPU, seconds each\n")
+        sys.stdout.write(f"kernels: compiling {len(missing)} libraries, half a minute each\n")
         sys.stdout.flush()
     failures: dict[str, None] = {}  # each once: a compiler that is missing is so for all
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        for building in [
-            compilers.submit(build, variant) for variant in variants()
-        ]:  # one that fails leaves the others
-            try:
+        for building in [compilers.submit(build, variant) for variant in wanted]:
+            try:  # one that fails leaves the others
                 building.result()
             except (BuildError, OSError, subprocess.TimeoutExpired) as error:
                 failures[str(error)] = None

@@ -114,7 +114,7 @@ def test_building_says_in_one_sentence_what_is_missing(
     with pytest.raises(BuildError, match="no C\\+\\+ compiler on the PATH"):
         build(X86_VARIANTS[0])
     if cpu_build.variants():
-        assert cpu_build.main() == 0
+        assert cpu_build.main([]) == 0
         said = capsys.readouterr().out.splitlines()
         assert len(said) == 2 and "no C++ compiler" in said[0] and "numba or torch" in said[1]
 
@@ -129,12 +129,30 @@ def test_a_variant_that_does_not_compile_leaves_the_others(
     monkeypatch.setattr(cpu_build, "BUILD_DIR", tmp_path / "built")
     monkeypatch.setattr(cpu_build, "variants", lambda: (best, usable))
     monkeypatch.setattr(cpu_build, "usable_variants", lambda: (best, usable))
-    assert cpu_build.main() == 0
+    assert cpu_build.main([]) == 0
     assert [path.name for path in (tmp_path / "built").iterdir()] == [library_path(usable).name]
     said = capsys.readouterr().out
     assert f"does not compile the {best.name} kernels: " in said and said.endswith(
         f"kernels: built for {usable.name}\n"
     )
+
+
+def test_here_only_what_this_cpu_runs_best_is_compiled_and_what_is_next_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the rest `make up` has no use, and a user would wait for it."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "library.cpp").write_text("int one;")
+    of_any_cpu = [each._replace(name=name, flags=()) for name, each in zip("abcd", X86_VARIANTS, strict=True)]
+    monkeypatch.setattr(cpu_build, "SOURCE_DIR", tmp_path / "sources")
+    monkeypatch.setattr(cpu_build, "BUILD_DIR", tmp_path / "built")
+    monkeypatch.setattr(cpu_build, "variants", lambda: of_any_cpu)
+    monkeypatch.setattr(cpu_build, "usable_variants", lambda: of_any_cpu[1:])
+    assert cpu_build.main(["--here"]) == 0
+    assert {path.name[:8] for path in (tmp_path / "built").iterdir()} == {"baton-b-", "baton-c-"}
+    assert capsys.readouterr().out.endswith("kernels: built for b, c\n")
+    assert cpu_build.main([]) == 0
+    assert {path.name[:8] for path in (tmp_path / "built").iterdir()} == {f"baton-{name}-" for name in "abcd"}
 
 
 def test_code_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
