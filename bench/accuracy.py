@@ -31,7 +31,7 @@ from rich.table import Table
 
 from bench.cluster import ClusterProblem
 from bench.fleet import Fleet
-from bench.frame import check_files, write_result
+from bench.frame import check_files, check_model, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from bench.recovery import model_name
@@ -81,8 +81,7 @@ class AccuracyConfig:
         for name in self.exams.split(","):
             if name not in _BY_NAME:
                 raise ValueError(f"--exams {name}: is none of {', '.join(_BY_NAME)}")
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json")
+        check_model(self.model)
         check_files(self.output)
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import check_files, write_result
+from bench.frame import check_files, check_kernels, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from engine.model_sizes import SIZES
@@ -74,6 +74,8 @@ class EngineConfig:
             _numbers(name, getattr(self, name))
         _chunks(self.chunks)
         check_files(self.output)
+        if (self.device, self.kernels) == ("cpu", "cpu"):
+            check_kernels()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench.cluster import ClusterProblem
 from bench.fleet import Fleet
-from bench.frame import check_files, write_result
+from bench.frame import check_files, check_model, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from bench.recovery import WAYS, Played, Streams, fault_free, model_name, play
@@ -71,8 +71,7 @@ class ExactnessConfig:
                     raise ValueError(f"--{flag} {name}: is none of {', '.join(known)}")
         if self.fault_after >= self.max_tokens:
             raise ValueError(f"--fault-after {self.fault_after}: must be below --max-tokens {self.max_tokens}")
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
+        check_model(self.model)
         check_files(self.output)
 
 

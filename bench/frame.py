@@ -22,6 +22,7 @@ from rich.console import Console
 
 from bench.cluster import ClusterProblem
 from bench.machine import machine, utc_date
+from kernels.cpu_build import is_left_uncompiled
 from runtime.process import fatal, write_atomically
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ def check_model(model: Path) -> None:
     """ValueError, in one sentence, if it is no model directory."""
     if not (model / "config.json").is_file():
         raise ValueError(f"--model {model}: has no config.json; make one with: baton model make")
+    check_kernels()
+
+
+def check_kernels() -> None:
+    """ValueError, in one sentence, if kernels/cpu was changed and not compiled: nodes would fall back to others."""
+    if is_left_uncompiled():
+        raise ValueError(
+            "kernels/cpu is not compiled as it is now, and others would be measured: run `make setup` first"
+        )
 
 
 def whole_numbers(flag: str, text: str, high: int = 1 << 20, *, may_be_empty: bool = False) -> list[int]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import check_files, write_result, writing
+from bench.frame import check_files, check_kernels, write_result, writing
 from bench.machine import machine, utc_date
 from bench.page import write_page
 from bench.progress import StepProgress
@@ -59,6 +59,7 @@ class Int8Config:
 
     def __post_init__(self) -> None:
         check_files(self.output)
+        check_kernels()
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import Bench, check_files, whole_numbers
+from bench.frame import Bench, check_files, check_kernels, whole_numbers
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
 from runtime.process import run_async
@@ -55,6 +55,7 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         self.batch_sizes()
         check_files(self.output)
+        check_kernels()
 
     def batch_sizes(self) -> list[int]:
         """The numbers of --batches. ValueError: they are none."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.machine import in_words
 from bench.peers_report import markdown
 from bench.result_files import bench_of, parse_result
 
@@ -50,7 +51,7 @@ def page(result: Result) -> str:
         raise ValueError(f"a result of {name or 'nothing known'}, of which there is no page")
     title, write = PAGES[name]
     machine = result["machine"]
-    where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
+    where = in_words(machine)
     head = [
         f"# {title}",
         "",

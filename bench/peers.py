@@ -24,7 +24,7 @@ from rich.console import Console
 
 from bench.cluster import ClusterProblem
 from bench.completions import Asked, Asking, Record
-from bench.frame import check_files, write_result, writing
+from bench.frame import check_files, check_kernels, write_result, writing
 from bench.http_exchange import Server
 from bench.load import Sender, run_closed_loop
 from bench.machine import machine, utc_date
@@ -84,6 +84,8 @@ class PeersConfig:
             if name not in PEERS:
                 raise ValueError(f"--peers {name}: not one of {', '.join(PEERS)}")
         check_files(self.output)
+        if self.model is not None:
+            check_kernels()
 
 
 class Case(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from bench.machine import in_words
 from bench.suite_entries import Entry, Line
 
 BEGIN: Final = "<!-- from bench: make bench -->\n"
@@ -42,7 +43,7 @@ def outcome_of(entry: Entry, path: Path, code: int | None) -> Outcome:
 
 def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str, Any]) -> str:
     """The whole table with its date, machine and command; a ratio that a target is named for says whether it is met."""
-    where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
+    where = in_words(machine)
     lines = [f"`{command}`, {date[:10]}, {where}. {_HOW_TO_READ}", ""]
     lines += ["| what | ratio | target | numbers |", "|---|---|---|---|"]
     for outcome in outcomes:
