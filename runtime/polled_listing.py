@@ -3,6 +3,7 @@
 The list and its rules are listing.py's. Here: which of the entries read were repeated since (their stamp has changed), and how
 time passes. It passes only while the registry can be read. While it cannot, nobody is missed; nor for REJOIN_S after that, in which
 nodes find it again, its memory perhaps empty. So a registry that vanishes or forgets unlists nobody who lives.
+One that fails again right after it failed may have a node missed until that writes again: its session outweighs that.
 
     read   read          (none)           read   read   read   read
     -----> -----> . . . . . . . . . . . . -----------------> ----->
