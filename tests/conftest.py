@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed of the run; have gRPC here as it is in our processes."""
     set_grpc_environment()
     # How fast examples are drawn says how busy the machine is, nothing about the code.
-    quick = settings(max_examples=examples(100, 2), deadline=None, print_blob=True)
+    quick = settings(max_examples=examples(100), deadline=None, print_blob=True)
     settings.register_profile("baton", quick, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("no-shrink", settings.get_profile("baton"), phases=(Phase.explicit, Phase.generate))
     settings.load_profile("no-shrink" if config.getoption("--no-shrink") else "baton")

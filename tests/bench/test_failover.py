@@ -155,7 +155,7 @@ def test_a_tiny_run_kills_a_node_and_finds_every_stream_equal_and_every_prompt_c
     tiny_model: Path, tmp_path: Path
 ) -> None:
     output, picture = tmp_path / "result.json", tmp_path / "plot.svg"
-    load = ("--streams", "4", "--prompt-tokens", "100", "--fault-after", "20", "--max-tokens", "400", "--rounds", "1")
+    load = ("--streams", "4", "--prompt-tokens", "100", "--fault-after", "20", "--max-tokens", "200", "--rounds", "1")
     files = ("--output", str(output), "--plot", str(picture))
     result = run("bench.failover", "--model", str(tiny_model), "--ways", "kill", *load, *files)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -164,4 +164,4 @@ def test_a_tiny_run_kills_a_node_and_finds_every_stream_equal_and_every_prompt_c
     (only,) = written["runs"]
     assert only["num_different"] == 0 and only["retries"] == 2
     assert [each["is_hit"] for each in only["streams"]].count(True) == 2
-    assert all(each["num_tokens"] == 400 for each in only["streams"])
+    assert all(each["num_tokens"] == 200 for each in only["streams"])

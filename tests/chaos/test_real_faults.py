@@ -20,7 +20,7 @@ from tests.chaos.faults import found, now
 
 NUM_REQUESTS: Final = 8
 HALF: Final = NUM_REQUESTS // 2
-MAX_TOKENS: Final = 250  # more than are said until a fault comes
+MAX_TOKENS: Final = 180  # more than are said until a fault comes
 WHY_NOT: Final = why_not()
 needs_network = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}")
 

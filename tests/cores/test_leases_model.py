@@ -15,7 +15,7 @@ from proto.attempt_key import AttemptKey
 from tests.copied import Copier
 from tests.cores.lease_world import PROMPTS, LeaseWorld
 from tests.cores.nodes import ROUTER
-from tests.thorough import only_thorough
+from tests.thorough import examples, only_thorough
 
 OTHER_ROUTER = ev.RouterId("other", 8)
 ROUTERS = {"r": ROUTER, "s": OTHER_ROUTER, "t": ROUTER}
@@ -127,7 +127,7 @@ class LeaseMachine(RuleBasedStateMachine):
 @pytest.mark.covers("S13", "H05", "H06", "H07", "H08", "D02", "D05", "R04", "R17", "C09")
 def test_leases_of_several_branches_do_what_the_naive_model_does_and_leave_nothing_behind() -> None:
     HAPPENED.clear()
-    limits = settings(deadline=None, max_examples=150, stateful_step_count=50)
+    limits = settings(deadline=None, max_examples=examples(150, 3), stateful_step_count=50)
     run_state_machine_as_test(LeaseMachine, settings=limits)
     for what in ("granted", "the same lease again", "refused", "BUSY", "NO_BLOCKS", "committed", "started", "finished"):
         assert HAPPENED[what], f"{what} never happened: {HAPPENED}"

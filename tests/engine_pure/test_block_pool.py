@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from engine.block_pool import BlockCounts, BlockPool, BlockPoolError, BlockState
+from tests.thorough import examples
 
 KEYS = tuple(bytes([n]) * 4 for n in range(6))  # few, so that publishing collides
 
@@ -256,7 +257,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 @pytest.mark.covers("S13")
 def test_the_pool_does_what_the_naive_model_does_and_its_counts_add_up_after_every_operation() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(deadline=None, max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(
+        PoolMachine, settings=settings(deadline=None, max_examples=examples(100, 3), stateful_step_count=40)
+    )
 
 
 def test_the_longest_prefix_survives_eviction() -> None:

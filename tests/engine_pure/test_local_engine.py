@@ -14,6 +14,7 @@ from engine.fake_runner import FakeRunnerError
 from engine.local_engine import LocalEngine
 from engine.plan import DecodeRow, Decodes, Plan, SamplingParams, SlotStart, StepResult
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec, right_answer
+from tests.thorough import examples
 
 PURE_MODULES = "block_pool, fake_runner, local_engine, plan, prefix_cache, scheduler, sequence"
 
@@ -39,7 +40,7 @@ def sizes() -> st.SearchStrategy[Sizes]:
     ),
     stops=st.frozensets(st.integers(0, 2), max_size=2),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 3))
 def test_tokens_depend_on_nothing_but_the_sequence(
     sizes: Sizes, shapes: list[tuple[int, int, int | None]], stops: frozenset[int]
 ) -> None:

@@ -14,6 +14,7 @@ from engine.plan import BROKEN_ROW, NO_TOKEN, STALLED_ROW, SlotResult, StepResul
 from engine.prefix_cache import PrefixCache
 from proto.block_key import block_keys, seed_key
 from tests.engine_pure.checked_node import SIZES, CheckedNode, make_spec, rows_of
+from tests.thorough import examples
 
 SEED = seed_key(b"prefix cache tests")
 BLOCK_SIZE = 2
@@ -34,7 +35,7 @@ def cached_prefix(pool: BlockPool, token_ids: Sequence[int]) -> list[int]:
     wanted=st.lists(st.integers(0, 1), max_size=12),
     max_blocks=st.integers(0, 6),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150, 3))
 def test_a_match_is_the_longest_common_prefix_in_whole_blocks(
     held: list[list[int]], wanted: list[int], max_blocks: int
 ) -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from proto.block_key import block_keys, seed_key
+from tests.thorough import examples
 
 SEED = seed_key(b"prefix cache model")
 BLOCK_SIZE = 2
@@ -151,4 +152,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.covers("P02", "S12", "S13")
 def test_the_cache_finds_what_the_naive_model_holds_and_never_more_than_there_is_room_for() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(deadline=None, max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(deadline=None, max_examples=examples(100, 3), stateful_step_count=40)
+    )

@@ -13,6 +13,7 @@ from engine.local_engine import LocalEngine
 from engine.plan import SamplingParams, TokenLogprobs
 from engine.sequence import SequenceSpec
 from tests.engine_pure.checked_node import SIZES, CheckedNode, make_spec, right_answer
+from tests.thorough import examples
 
 samplings = st.builds(
     SamplingParams,
@@ -57,7 +58,7 @@ def logprobs_from(first_position: int, token_ids: list[int], num_top: int) -> li
     ),
     cut=st.integers(0, 11),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 3))
 def test_every_sequence_gets_its_own_tokens_and_logprobs_also_when_it_goes_on_elsewhere(
     requests: list[tuple[list[int], int, SamplingParams]], cut: int
 ) -> None:

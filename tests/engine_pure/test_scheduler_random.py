@@ -359,7 +359,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 @pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q08", "S12", "S13", "S14")
 def test_in_any_order_of_events_the_scheduler_does_what_the_checked_node_allows() -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(deadline=None, max_examples=50, stateful_step_count=20)
+        SchedulerMachine, settings=settings(deadline=None, max_examples=examples(50, 3), stateful_step_count=20)
     )
 
 

@@ -14,6 +14,7 @@ from engine.plan import BROKEN_ROW, SamplingParams
 from engine.sampler import Draw, gumbel_noise, sample
 from kernels.choice import choose_kernels
 from tests.kernels_choice import KERNELS
+from tests.thorough import examples
 
 GREEDY = Draw(SamplingParams(0.0, 0), 0)
 seeds = st.integers(-(1 << 63), (1 << 64) - 1)
@@ -59,7 +60,7 @@ def test_noise_of_neighbouring_counters_is_uncorrelated() -> None:
     assert abs(noise.mean() - np.euler_gamma) < 5 * math.pi / math.sqrt(6 * len(ids))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, 3), deadline=None)
 @given(seed=seeds, index=st.integers(0, 1 << 32), others=st.integers(0, 6), rows=st.integers(0, 1 << 30))
 def test_a_draw_does_not_depend_on_its_neighbours(seed: int, index: int, others: int, rows: int) -> None:
     logits = torch.randn(others + 1, 3000, generator=torch.Generator().manual_seed(rows)) * 4
@@ -69,7 +70,7 @@ def test_a_draw_does_not_depend_on_its_neighbours(seed: int, index: int, others:
     assert sample(logits, [*neighbours, mine])[others] == alone[0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, 3), deadline=None)
 @given(seed=seeds, index=st.integers(0, 1 << 20), row=st.integers(0, 1 << 30), scale=st.sampled_from([0.1, 3.0, 30.0]))
 def test_leaving_hopeless_tokens_out_changes_no_draw(seed: int, index: int, row: int, scale: float) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(row)) * scale
@@ -102,7 +103,7 @@ def test_a_row_with_nothing_to_choose_is_broken() -> None:
 
 
 @pytest.mark.covers("A14")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 3), deadline=None)
 @given(seeds, st.sampled_from([0.0, 1.0, 5.0]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.8]), st.data())
 def test_what_a_grammar_bans_is_drawn_as_if_the_model_had_ruled_it_out_and_other_rows_as_without(
     seed: int, temperature: float, top_k: int, top_p: float, data: st.DataObject

@@ -24,6 +24,7 @@ from engine.plan import SamplingParams
 from engine.sampler import Draw, gumbel_noise, largest_ids, sample
 from engine.token_counts import TokenCounts
 from tests.engine_torch.test_sampler import chi_square, chi_square_bound
+from tests.thorough import examples
 
 VOCAB_SIZE = 60
 NUM_SEEDS = 12  # draws of one distribution: one alone seldom tells it from another
@@ -142,7 +143,7 @@ def is_likely(observed: np.ndarray, distribution: dict[int, float]) -> bool:
 
 
 @pytest.mark.covers("A02")
-@settings(max_examples=150)
+@settings(max_examples=examples(150, 3))
 @given(
     sampling=samplings, row=st.integers(0, 2**30), prompt=ids, generated=ids, levels=st.sampled_from([0.5, 2.0, None])
 )
@@ -167,7 +168,7 @@ def test_a_draw_is_the_greatest_noisy_score_that_a_naive_sampler_leaves(
 
 
 @pytest.mark.covers("A02")
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 3))
 @given(sampling=samplings.filter(lambda s: s.temperature > 0), row=st.integers(0, 2**30), prompt=ids)
 def test_truncation_and_repetition_penalty_are_those_of_hugging_face_in_their_order(
     sampling: SamplingParams, row: int, prompt: list[int]
@@ -191,7 +192,7 @@ def test_truncation_and_repetition_penalty_are_those_of_hugging_face_in_their_or
 
 
 @pytest.mark.covers("A02", "M06")
-@settings(max_examples=50)
+@settings(max_examples=examples(50, 3))
 @given(batch=st.lists(st.tuples(samplings, ids, ids), min_size=2, max_size=6), row=st.integers(0, 2**30))
 def test_a_row_draws_the_same_alone_and_beside_others(
     batch: list[tuple[SamplingParams, list[int], list[int]]], row: int
@@ -216,7 +217,7 @@ def test_top_p_over_a_large_vocabulary_keeps_what_sorting_all_of_it_would(scale:
         assert sample(logits, [Draw(replace(sampling, seed=seed), 0)]) == [int(kept[noisy.argmax()])]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 3))
 @given(values=st.lists(st.integers(0, 5), min_size=1, max_size=40), count=st.integers(1, 45))
 def test_the_largest_come_first_and_of_equals_the_lowest_index(values: list[int], count: int) -> None:
     right = sorted(range(len(values)), key=lambda index: (-values[index], index))[:count]
@@ -238,7 +239,7 @@ def test_stop_tokens_are_banned_up_to_min_tokens_and_not_beyond() -> None:
     assert [sample(logits, [Draw(sampling, index)])[0] == 7 for index in range(5)] == [False, False, False, True, True]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50, 3))
 @given(prompt=ids, generated=ids, later=ids)
 def test_counts_are_the_same_however_much_was_known_at_the_start(
     prompt: list[int], generated: list[int], later: list[int]

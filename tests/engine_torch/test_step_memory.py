@@ -21,6 +21,7 @@ from engine.runner import TorchRunner
 from kernels.cpu_kernels import CpuKernels, CpuModel
 from tests.engine_torch.conftest import ModelDirs
 from tests.kernels_choice import KERNELS
+from tests.thorough import examples
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 640
@@ -39,7 +40,7 @@ def tensors(batch: Batch) -> tuple[Tensor, ...]:
     return batch.token_ids, batch.positions, batch.logit_rows, torch.from_numpy(own.spans), *own[1:]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 3), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -12,13 +12,14 @@ from engine.plan import BROKEN_ROW, SamplingParams
 from engine.sampler import Draw, sample
 from kernels.cpu_kernels import CpuKernels
 from tests.kernels.back_ends import COMPILED
+from tests.thorough import examples
 
 VOCAB_SIZES = [1, 2, 15, 16, 17, 260, 5000, 49_152]
 
 
 @pytest.mark.covers("M04", "D07")
 @pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 3), deadline=None)
 @given(
     temperatures=st.lists(st.sampled_from([0.0, 1e-300, 1e-3, 0.3, 1.0, 2.0, 1e9]), min_size=1, max_size=5),
     vocab_size=st.sampled_from(VOCAB_SIZES),

@@ -18,6 +18,7 @@ from kernels.cpu_contest import MAX_NEAR_ROWS, CpuNearHead
 from kernels.cpu_kernels import CpuKernels, CpuModel
 from kernels.interface import AttentionBatch, DecodeRows, ModelEnds, SlotNumbers, StackLayer, StepRows
 from tests.kernels.back_ends import COMPILED, INT8_COMPILED
+from tests.thorough import examples
 
 FORMS = ["plain", "outliers", "equal rows", "zeros", "one direction"]
 HEAD_DIM = 16
@@ -119,7 +120,7 @@ class Ends:
 
 @pytest.mark.covers("M04", "D07")
 @pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 3), deadline=None)
 @given(
     temperatures=st.lists(st.sampled_from([0.0, 1e-300, 1e-3, 0.3, 1.0, 2.0, 1e9]), min_size=1, max_size=6),
     vocab_size=st.sampled_from([1, 15, 16, 17, 260, 3000]),

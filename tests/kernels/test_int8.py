@@ -13,13 +13,14 @@ from kernels.interface import Kernels
 from kernels.weight_memory import HUGE_PAGE, WeightMemory
 from tests.kernels.back_ends import BACK_ENDS, INT8_BACK_ENDS, INT8_COMPILED, INT8_REFERENCE
 from tests.kernels.test_primitives import DTYPES, assert_close, drawn, seeds
+from tests.thorough import examples
 
 of_all = pytest.mark.parametrize("kernels", INT8_BACK_ENDS, ids=lambda kernels: kernels.name)
 in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.mark.covers("M04")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, 3), deadline=None)
 @given(rows=st.integers(1, 9), width=st.integers(1, 70), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=seeds)
 def test_a_weight_is_off_by_half_a_step_at_most_and_the_greatest_of_a_row_by_nothing(
     rows: int, width: int, scale: float, seed: int

@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.cpu_kernels import CpuKernels
 from kernels.interface import AttentionBatch, Kernels, ModelEnds, RowSpan, StackLayer, StepRows
 from tests.kernels.back_ends import COMPILED, REFERENCE
+from tests.thorough import examples
 
 NUM_POSITIONS = 300  # three parts of 128, five tiles of 64
 HIDDEN = 48
@@ -166,7 +167,7 @@ def test_the_layers_in_one_call_have_the_bits_of_one_by_one_and_the_values_of_th
 
 @pytest.mark.covers("M06")
 @pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, 3), deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

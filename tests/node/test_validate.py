@@ -23,6 +23,7 @@ from node.validate import (
 from proto import baton_pb2 as pb
 from proto.bounds import is_address
 from router.openai_types import CompletionBody, parse_body
+from tests.thorough import examples
 
 PREFILL = Bounds(role=pb.ROLE_PREFILL, vocab_size=100, max_model_len=32)
 DECODE = Bounds(role=pb.ROLE_DECODE, vocab_size=100, max_model_len=32)
@@ -103,7 +104,7 @@ def good_reserve() -> pb.ReserveRequest:
 
 
 @pytest.mark.covers("A11")
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 3))
 @given(dispatches)
 def test_a_dispatch_that_passes_fits_the_model_and_no_dispatch_raises(dispatch: pb.Dispatch) -> None:
     if dispatch_problem(dispatch, PREFILL) is not None:
@@ -123,7 +124,7 @@ def test_a_dispatch_that_passes_fits_the_model_and_no_dispatch_raises(dispatch: 
     assert dispatch.ms_left > 0 and dispatch.target.node.incarnation and is_address(dispatch.target.grpc_address)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 3))
 @given(reserves)
 def test_a_reserve_that_passes_is_in_order_and_no_reserve_raises(request: pb.ReserveRequest) -> None:
     if reserve_problem(request, DECODE) is not None:
@@ -133,7 +134,7 @@ def test_a_reserve_that_passes_is_in_order_and_no_reserve_raises(request: pb.Res
     assert request.key.request_id and request.sender.name and request.router.incarnation and request.ms_left
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100, 3))
 @given(keys, st.binary(max_size=17))
 def test_the_other_messages_never_raise(key: pb.AttemptKey, secret: bytes) -> None:
     assert cancel_problem(pb.Cancel(key=key)) == release_problem(pb.ReleaseRequest(key=key), DECODE)

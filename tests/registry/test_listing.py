@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from proto import baton_pb2 as pb
 from runtime.listing import MAX_ENTRIES, MAX_TEXT_CHARS, Change, Listed, Listing, Missed, Unlisted, entry_problem
 from runtime.session import Peer
+from tests.thorough import examples
 
 TTL_S = 1.5
 
@@ -299,4 +300,4 @@ class ListingModel(RuleBasedStateMachine):
 
 
 TestListingModel = pytest.mark.covers("R13")(ListingModel.TestCase)
-TestListingModel.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestListingModel.settings = settings(deadline=None, max_examples=examples(60, 3), stateful_step_count=30)

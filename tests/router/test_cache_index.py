@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from router.cache_index import CacheIndex, Run
 from router.key_table import Keys, KeyTable
+from tests.thorough import examples
 
 POOL: list[int] = np.random.default_rng(3).integers(0, 2**64, size=600, dtype=np.uint64).tolist()
 ROOMY = 1 << 20
@@ -104,7 +105,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = pytest.mark.covers("R02")(IndexMachine.TestCase)
-IndexMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(30, 3), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.covers("R02")

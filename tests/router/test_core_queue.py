@@ -13,6 +13,7 @@ from proto import baton_pb2 as pb
 from router.events import Action, Emitted, Event, FromNode, LoadReported, NodeUnlisted, SessionLost, ToNode
 from tests.router.core_world import CoreWorld, node_entry, ref
 from tests.router.test_core_draining import drain
+from tests.thorough import examples
 
 SIZES = {"d1": 256, "d2": 64, "d3": 20}  # the longest sequence that each can hold
 MAX_NUM_SEQS = 2
@@ -46,7 +47,7 @@ def test_one_node_with_a_long_retry_after_holds_up_only_who_could_use_it() -> No
 
 
 @pytest.mark.covers("S16", "A12")
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80, 3))
 @given(st.lists(st.tuples(st.sampled_from("ssrfw"), st.sampled_from([4, 40, 200]), st.integers(0, 99)), max_size=40))
 def test_nobody_goes_where_somebody_before_waits_to_go_and_who_could_go_does_not_wait(
     events: Sequence[tuple[str, int, int]],

@@ -26,6 +26,7 @@ from router.placement import CacheAware, Imbalance, LeastLoaded, Pair, Prompt
 from router.ranking import Among
 from tests.router.core_world import ROLES, node_entry
 from tests.router.plain_placement import PlainCacheAware, PlainLeastLoaded, PlainNodes
+from tests.thorough import examples
 
 NAMES = ("p1", "p2", "p3", "d1", "d2", "l1", "l2", "m1", "m2")
 MOST_PROMPTS = 2
@@ -156,7 +157,7 @@ class Nodes:
 
 
 @pytest.mark.covers("R01", "R18")
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 3))
 @given(st.integers(0, 2**32), st.integers(10, 120))
 def test_after_any_history_what_kinds_say_is_what_asking_each_node_would(seed: int, num_steps: int) -> None:
     nodes = Nodes(seed)

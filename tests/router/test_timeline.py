@@ -32,6 +32,7 @@ from router.timeline import (
 from router.timeline_json import summary, timeline
 from router.timeline_picture import picture
 from router.timelines import Timelines
+from tests.thorough import examples
 
 NAME = "r"
 US = 1e-6
@@ -98,7 +99,7 @@ class Truth:
 
 @pytest.mark.covers("O02")
 @given(st.randoms(use_true_random=False), offsets, offsets, offsets, st.integers(0, 3), st.booleans(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300, 3), deadline=None)
 def test_the_parts_are_what_truly_took_the_time_whatever_the_clocks_of_the_hosts(
     draw: random.Random,
     router: float,

@@ -15,6 +15,7 @@ from router.timeline import Record
 from router.timeline_json import timeline
 from router.timeline_picture import DECODE, LOST, MAX_RETRIES_DRAWN, MOVE, WIRE, picture
 from router.timelines import Timelines
+from tests.thorough import examples
 
 NAME = "r"
 
@@ -205,7 +206,7 @@ STEPS = st.lists(
 
 @pytest.mark.covers("O03")
 @given(STEPS, st.integers(0, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300, 3), deadline=None)
 def test_whatever_happens_to_a_request_it_can_be_drawn(steps: list[tuple[Any, ...]], choice: int) -> None:
     story = Story()
     for what, node, other, kind, seconds in steps:

@@ -11,8 +11,10 @@ from router.waiting import KINDS
 from tests.sim.outcome import Outcome, run_scenario
 from tests.sim.scenario import FAULT_KINDS, KV_POOL_FLAWS, Scenario, draw_scenario
 from tests.sim.shrink import Shrinker
+from tests.thorough import IS_THOROUGH
 
-NUM_SEEDS = 100
+# A third, and those in which something happens that no other does.
+SEEDS = tuple(range(100)) if IS_THOROUGH else (*range(0, 100, 3), 8, 56, 71, 77, 89)
 NUM_FRESH = 10
 ROLE_CHANGES = [f"role: {before} to {after}" for before, after in permutations(("prefill", "decode", "mixed"), 2)]
 
@@ -37,7 +39,7 @@ def hold(seed: int) -> None:
         pytest.fail(report(outcome), pytrace=False)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.covers("C01", "H04", "H05", "H06", "H07", "H08", "H09", "H11", "D02", "D05", "P08")
 @pytest.mark.covers("Q05", "Q08", "R04", "R12", "R15", "R17", "R21", "S13")
 def test_everything_holds_whatever_the_seed_does(seed: int) -> None:
@@ -68,7 +70,7 @@ def test_without_faults_every_request_is_served_in_full(seed: int) -> None:
 @pytest.mark.covers("C01", "H06", "R21", "D01", "R12")
 def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
     counters: dict[str, int] = {}
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         for name, count in outcome_of(seed).counters.items():
             counters[name] = counters.get(name, 0) + count
     for name in (

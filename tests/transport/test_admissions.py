@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from connector.admissions import Admissions, Ended, Grant, Span
 from connector.transport import WriteRefused
+from tests.thorough import examples
 
 NUM_BLOCKS = 6
 BLOCK_BYTES = 10
@@ -142,7 +143,7 @@ class AdmissionsAgainstModel(RuleBasedStateMachine):
 
 @pytest.mark.covers("H05", "H08")
 def test_the_table_agrees_with_a_naive_model_over_random_histories() -> None:
-    limits = settings(deadline=None, max_examples=150, stateful_step_count=40)
+    limits = settings(deadline=None, max_examples=examples(150, 3), stateful_step_count=40)
     run_state_machine_as_test(AdmissionsAgainstModel, settings=limits)
 
 

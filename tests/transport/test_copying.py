@@ -17,6 +17,7 @@ from engine.shared_bytes import SharedBytes
 from kernels.cpu_build import library_path, usable_variants
 from kernels.cpu_copies import CpuCopier, find_copier
 from kernels.cpu_library import Library
+from tests.thorough import examples
 
 _VARIANTS = {each.name: library_path(each) for each in usable_variants() if library_path(each).exists()}
 _POOL_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def drawn_places(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.covers("H09")
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150, 3))
 @given(places=drawn_places(), seed=st.integers(0, 2**64 - 1), has_seeds=st.booleans())
 def test_every_way_puts_the_same_bytes_in_place_and_nothing_beside_them_and_hashes_as_xxh3_does(
     copier: StripeCopier | None, pool: Bytes, places: list[tuple[int, int, int]], seed: int, has_seeds: bool

@@ -28,6 +28,7 @@ from connector.writes import (
     pack,
 )
 from proto import baton_pb2 as pb
+from tests.thorough import examples
 from tests.transport.net import Node, ZmqNet, commit, fill_at_random
 
 SECRET = b"0123456789abcdef"
@@ -232,7 +233,7 @@ def test_tcp_garbage_disturbs_nobody(zmq_net: ZmqNet, garbage: bytes) -> None:
 
 
 @pytest.mark.covers("H13")
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 3))
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_random_frames_decode_to_a_refusal_or_to_what_they_say(frames: list[bytes]) -> None:
     match decode(frames):
@@ -248,7 +249,7 @@ def test_random_frames_decode_to_a_refusal_or_to_what_they_say(frames: list[byte
 
 
 @pytest.mark.covers("H13", "H09")
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 3))
 @given(st.data())
 def test_a_good_write_with_any_bit_flipped_never_lands_as_something_else(data: st.DataObject) -> None:
     source = np.arange(4 * 64, dtype=np.uint8).reshape(4, 64)
@@ -271,7 +272,7 @@ def test_a_good_write_with_any_bit_flipped_never_lands_as_something_else(data: s
 
 
 @pytest.mark.covers("H13", "H09")
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 3))
 @given(st.data())
 def test_a_good_header_with_any_bit_flipped_never_lands_as_something_else(data: st.DataObject) -> None:
     source = np.arange(4 * 64, dtype=np.uint8).reshape(4, 64)
@@ -295,7 +296,7 @@ def test_a_good_header_with_any_bit_flipped_never_lands_as_something_else(data: 
 
 
 @pytest.mark.covers("H13")
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300, 3))
 @given(st.binary(max_size=200))
 def test_random_headers_decode_to_a_refusal_or_to_spans_of_the_peers_memory(header: bytes) -> None:
     arrived = decode_described(header, np.zeros((4, 64), np.uint8))

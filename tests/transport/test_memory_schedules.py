@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from connector.transport import Answered, BlocksLanded, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
 from proto import baton_pb2 as pb
+from tests.thorough import examples
 from tests.transport.net import MemoryNet, Node, answer, commit, fill_at_random
 
 SECRET = b"0123456789abcdef"
@@ -98,7 +99,7 @@ def test_a_restarted_node_is_not_reached_under_its_old_endpoint(memory_net: Memo
 
 
 @pytest.mark.covers("H02", "H04", "H05", "H08")
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200, 3))
 @given(st.data())
 def test_whatever_the_order_of_steps_nothing_lands_outside_an_open_lease(data: st.DataObject) -> None:
     """Two senders, two leases each in turn over the same blocks; revokes, cuts and dropped links wherever they hurt."""

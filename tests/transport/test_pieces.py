@@ -19,12 +19,13 @@ from connector.socket_thread import SocketThread
 from connector.tally import MOST_NAMES, OTHER, Tally
 from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef
 from connector.writes import MAX_PIECES, MAX_WRITE_HEADER_BYTES, OutgoingWrite, frame_bytes, gather, pack
+from tests.thorough import examples
 
 LEASE = LeaseRef(2**64 - 1, b"0123456789abcdef")
 
 
 @pytest.mark.covers("H02")
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 3))
 @given(
     block_bytes=st.sampled_from([1, 512, 600_000, MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES + 1, 3 * MAX_PAYLOAD_BYTES]),
     num_blocks=st.integers(0, 40),
@@ -165,7 +166,7 @@ def test_a_tally_adds_up_over_threads() -> None:
     assert list(tally.snapshot().items()) == [("a", 1), ("b", 80_000)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60, 3))
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from([OTHER, *"abcdefg"]), st.integers(0, 9)), max_size=60))
 def test_a_tally_keeps_the_names_used_last_and_its_sum_and_none_goes_backwards(
     most_names: int, adds: list[tuple[str, int]]
