@@ -121,6 +121,8 @@ class FileStore:
                 if not self._has_room():
                     continue
                 self._put(path, header, block)
+            except NotADirectoryError:  # somebody's file where a folder belongs: nothing is kept below it
+                continue
             except FileNotFoundError as error:
                 with contextlib.suppress(OSError):
                     self._make_folders()  # somebody has emptied the directory, or removed it: for the next write
@@ -198,7 +200,7 @@ class FileStore:
         """Whether a record of the right length is there; of another one it would only be found corrupt."""
         try:
             found = os.lstat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise _failed(error) from None
@@ -229,7 +231,7 @@ class FileStore:
         header = bytearray(HEADER_BYTES)
         try:
             file = os.open(path, _OPEN_FLAGS)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             found = os.fstat(file)
@@ -262,7 +264,8 @@ class FileStore:
         for mtime_ns, _, path in _entries(f"{self._root}/{_TMP}", _PART, now_ns):
             if now_ns - mtime_ns > LEFTOVER_S * 1e9 and _remove(path):
                 num_leftovers += 1
-        folders = [entry.path for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
+        there = [entry for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
+        folders = [entry.path for entry in there if entry.is_dir(follow_symlinks=False)]
         # By folder: while a sort goes on no other thread has the interpreter.
         found = [sorted(_entries(folder, _FILE, now_ns)) for folder in folders]
         num_bytes = sum(file_bytes for files in found for _, file_bytes, _ in files)
@@ -335,6 +338,6 @@ def _remove(path: str) -> bool:
     """False: it is not there, or not any more."""
     try:
         Path(path).unlink()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
