@@ -125,9 +125,9 @@ $(TINY)/config.json: | $(STAMP)
 up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on the demo model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
-# Tests wait for a third of their time: one process more than two cores have, which was a tenth faster than as many.
+# Tests wait for a third of their time: with three processes on two cores a fifth of the cores' time went by idle, with four none does.
 test: lint $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
-	@$(PYTHON) -m pytest -n 3 --dist loadfile $(TEST_FLAGS)
+	@$(PYTHON) -m pytest -n 4 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## thirteen benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README; BENCH_FLAGS="--envs DIR": peers too
 	@$(PYTHON) -m bench $(BENCH_FLAGS)
@@ -166,7 +166,7 @@ fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 
 soak: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, SOAK_S=1800 seconds of real processes killed, stopped, cut off, then every test with all that it can draw
 	@$(PYTHON) -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
 	@$(PYTHON) -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
-	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 3 --dist loadfile --timeout=3600
+	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 4 --dist loadfile --timeout=3600
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
 	@$(PYTHON) -m tests.mutants $(ONLY)
@@ -178,7 +178,7 @@ clients: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json
 	@$(PYTHON) -m tests.clients $(ONLY) --model $(MODEL) $(CLIENTS_FLAGS)
 
 coverage-table: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
-	@$(PYTHON) -m pytest -n 3 --dist loadfile --coverage-table=docs/coverage.md
+	@$(PYTHON) -m pytest -n 4 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
 	rm -rf .venv run models build kernels/cpu/built kernels/numba_built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
