@@ -67,7 +67,7 @@ $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
 	[ -z "$$dots" ] || echo >&2; echo "make setup: the other packages, 300 MB"; \
 	packages="-c constraints.txt -e .[dev,nixl,numba,triton]"; \
 	if $(PYTHON) -m pip config list | grep -q '[.]index-url' || ! $(PYTHON) -m pip install -qq --no-compile -c constraints.txt uv \
-	  || ! $(BIN)/uv pip install -q --python $(PYTHON) $$packages 2>.venv/.uv.log; \
+	  || ! $(BIN)/uv pip install -q --system-certs --python $(PYTHON) $$packages 2>.venv/.uv.log; \
 	then $(PYTHON) -m pip install -qq --no-compile $$packages; fi; \
 	$(PYTHON) -P -c 'import deploy.launcher, node.process, router.process'; \
 	touch $(STAMP)
