@@ -239,25 +239,6 @@ def test_what_cannot_be_removed_is_no_block_and_costs_none_of_those_before_it(tm
 
 
 @pytest.mark.covers("W08", "W10")
-def test_somebody_s_file_where_a_folder_belongs_costs_what_would_lie_in_it_and_nothing_else(tmp_path: Path) -> None:
-    root = tmp_path / "pool"
-    store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=64 * RECORDS.record_bytes))
-    keys, blocks = keys_of(3), blocks_of(3, SMALL)
-    folder = FilePlace(root).path(keys[1]).parent
-    assert len({FilePlace(root).path(key).parent for key in keys}) == 3
-    folder.write_text("of somebody else")
-    for _ in range(2):  # the second time what lies there is summed up again
-        assert store.write(pairs(keys, blocks)) == 2
-        assert store.missing(keys) == [False, True, False]
-        into = np.zeros((3, SMALL), np.uint8)
-        assert store.read(keys, views(into)) == RunRead(1, is_corrupt=False)
-        assert np.array_equal(into[0], blocks[0])
-        store.remove(keys)
-        store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=64 * RECORDS.record_bytes))
-    assert folder.read_text() == "of somebody else"
-
-
-@pytest.mark.covers("W08", "W10")
 def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     root = tmp_path / "pool"
     store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=4 * RECORDS.record_bytes))

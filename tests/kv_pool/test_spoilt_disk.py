@@ -1,4 +1,4 @@
-"""A directory on a disk that takes no file any more, or gives one back no more."""
+"""A directory on a disk that takes no file any more, or gives one back no more, and somebody's file in the way of a folder."""
 
 from __future__ import annotations
 
@@ -63,3 +63,22 @@ def test_a_block_that_the_disk_cannot_read_any_more_costs_itself_and_is_stored_a
     assert store.write(pairs(keys, blocks)) == 1
     assert store.read(keys, views(into)) == RunRead(4, is_corrupt=False)
     store.close()
+
+
+@pytest.mark.covers("W08", "W10")
+def test_somebody_s_file_where_a_folder_belongs_costs_what_would_lie_in_it_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=64 * RECORDS.record_bytes))
+    keys, blocks = keys_of(3), blocks_of(3, SMALL)
+    folder = FilePlace(root).path(keys[1]).parent
+    assert len({FilePlace(root).path(key).parent for key in keys}) == 3
+    folder.write_text("of somebody else")
+    for _ in range(2):  # the second time what lies there is summed up again
+        assert store.write(pairs(keys, blocks)) == 2
+        assert store.missing(keys) == [False, True, False]
+        into = np.zeros((3, SMALL), np.uint8)
+        assert store.read(keys, views(into)) == RunRead(1, is_corrupt=False)
+        assert np.array_equal(into[0], blocks[0])
+        store.remove(keys)
+        store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=64 * RECORDS.record_bytes))
+    assert folder.read_text() == "of somebody else"
