@@ -32,6 +32,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 _MAX_ANSWER_BYTES: Final = 16
 # `ps` shows a process's words where its first ones were, and behind them, where its variables were.
 _ROOM: Final = {"ROOM_FOR_ARGUMENTS": " " * 4096}
+_POPEN: Final = subprocess.Popen  # create_process has another one stand in for it meanwhile
 _SIGNATURE: Final = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _PIPES: Final = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 # What each option of Popen is by itself.
@@ -111,7 +112,7 @@ class _Server:
     def _start(self) -> socket.socket:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = _POPEN(
                 [sys.executable, "-P", _SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

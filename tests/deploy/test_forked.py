@@ -18,6 +18,15 @@ assert "torch" in sys.modules
 inherited = [each for each in range(100) if os.path.exists(f"/proc/self/fd/{each}") and os.get_inheritable(each)]
 print(os.getppid(), os.getcwd(), sys.argv[1:], sys.orig_argv[-1], sys.path[0] == "", os.environ, inherited, __name__)
 """
+FIRST_OF_A_LOOP = """
+import asyncio, sys
+from tests import forked
+
+async def first() -> int:
+    return await (await forked.create_process(sys.executable, "-c", "raise SystemExit(7)")).wait()
+
+assert asyncio.run(first()) == 7
+"""
 SAID = "import sys; print(sys.stdin.read(), end=''); print('not well', file=sys.stderr); sys.exit(7)"
 
 
@@ -69,3 +78,8 @@ def test_modules_run_as_a_command_runs_them() -> None:
 def test_what_only_a_start_of_its_own_gives_is_refused(words: list[str], has_session: bool) -> None:
     with pytest.raises(ValueError, match="use subprocess"):
         forked.Popen(words, start_new_session=has_session)
+
+
+def test_the_first_one_may_be_asked_for_by_a_loop() -> None:
+    """The process that forks was then started as if it could be forked itself: files failed that ran first in their worker."""
+    subprocess.run([sys.executable, "-c", FIRST_OF_A_LOOP], cwd=Path(__file__).parents[2], check=True, timeout=120)
