@@ -59,7 +59,7 @@ $(PYTHON):
 # settings: all is pip's where they name another index, or where uv fails. Modules are compiled when they are first imported: those
 # that Baton has at the end, so that the first `make up` is no slower than the second, and thousands of others never.
 $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
-	@set -e; echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
+	@set -ef; echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
 	trap 'exit 130' INT TERM; \
 	dots=; if [ -t 2 ]; then { while sleep 5 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } & dots=$$!; trap 'kill $$dots; echo >&2' EXIT; fi; \
 	$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip >/dev/null; \
