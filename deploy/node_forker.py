@@ -24,7 +24,7 @@ from setproctitle import setproctitle
 
 from deploy import node_process
 from runtime.collecting import loading
-from runtime.process import die_with_parent, end_while_loading
+from runtime.process import die_with_parent, end_process, end_while_loading
 
 _MAX_REQUEST_BYTES: Final = 1 << 17
 _STDOUT: Final = 1
@@ -123,4 +123,4 @@ def _end() -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    end_process(main(int(sys.argv[1]), int(sys.argv[2])))

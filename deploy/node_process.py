@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from runtime.process import end_while_loading, fatal, hold_standard_streams
+from runtime.process import end_process, end_while_loading, fatal, hold_standard_streams
 
 
 def load() -> None:
@@ -43,4 +43,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

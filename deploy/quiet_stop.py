@@ -25,7 +25,7 @@ def main() -> None:
     sys.excepthook = _tell
     outlive_readers(of_all=sys.argv[1] in _GOES_ON, of_none=sys.argv[1] in _HEEDS_READERS)
     from runtime.config import set_grpc_environment  # behind the hook: who stops this, too, is shown no traceback
-    from runtime.process import hold_standard_streams
+    from runtime.process import end_process, hold_standard_streams
 
     hold_standard_streams()
     set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top
@@ -34,9 +34,9 @@ def main() -> None:
         runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code
-    if sys.stdout is not None:
-        sys.stdout.flush()  # here, where the hook tells of what is not written
-    sys.exit(code)
+    if isinstance(code, str):
+        sys.exit(code)
+    end_process(code or 0)  # what it cannot write, the hook tells of
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

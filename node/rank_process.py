@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final, Literal, TextIO
 
 from runtime.collecting import loading
-from runtime.process import EXIT_USAGE, die_with_parent
+from runtime.process import EXIT_USAGE, die_with_parent, end_process
 
 LOADED: Final = "loaded"
 
@@ -103,4 +103,4 @@ def _run(job: RankJob, steps: IO[bytes], answers: TextIO) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

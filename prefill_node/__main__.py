@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from prefill_node.entry import run
+from runtime.process import end_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,4 +14,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from router.config import RouterConfig
 from runtime.config import load, set_grpc_environment
-from runtime.process import end_while_loading, hold_standard_streams, ignore_hangups
+from runtime.process import end_process, end_while_loading, hold_standard_streams, ignore_hangups
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,4 +31,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

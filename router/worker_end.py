@@ -28,6 +28,7 @@ from runtime.collecting import loading
 from runtime.config import from_json, set_grpc_environment
 from runtime.listing import Listed, Missed, Unlisted
 from runtime.logs import log_event
+from runtime.process import end_process
 from runtime.registry_server import RegistryHandler, report
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -181,4 +182,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

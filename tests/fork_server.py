@@ -22,6 +22,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -35,13 +36,28 @@ ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBL
 _MAX_PID_BYTES: Final = 16
 _CLONE_NEWNET: Final = 0x40000000  # linux/sched.h
 _NETWORK: Final = "/proc/self/ns/net"
+_ASKING: Final = "tests.forked"
 
 
 def main(control_fd: int) -> None:
     """Be forked until the socket ends; in a copy, be the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for those who ask
     _load()
-    _become(*_be_forked(socket.socket(fileno=control_fd)))
+    control: socket.socket | None = socket.socket(fileno=control_fd)
+    while control is not None:
+        asked, descriptors = _be_forked(control)
+        _enter(descriptors.pop())
+        _place(descriptors, asked["descriptors"])
+        control = _for_children() if asked["has_children_forked"] else None
+    code: str | int | None = None
+    try:
+        _become(asked)
+    except SystemExit as end:
+        code = end.code
+    if isinstance(code, str):
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does
+    sys.modules["runtime.process"].end_process(code or 0)
 
 
 def _load() -> None:
@@ -53,6 +69,9 @@ def _load() -> None:
         for module in ("router.process", "node.process"):
             importlib.import_module(module)
         importlib.import_module("deploy.node_process").load()
+        sys.path.append(str(Path(__file__).parents[1]))
+        importlib.import_module(_ASKING)
+        sys.path.pop()
         del sys.modules["deploy.node_process"]  # loaded anew where it is what runs
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"{len(threads)} threads: a copy would lack all but one"
@@ -85,13 +104,23 @@ def _be_forked(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
             os.close(each)
 
 
-def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
+def _for_children() -> socket.socket | None:
+    """Of another copy, which is forked for whatever this one starts, the end to be asked at; None in this one."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        sys.modules[_ASKING].have_children_forked(own)
+        return None
+    own.detach()
+    null = os.open(os.devnull, os.O_RDWR)
+    _place([null, null, null, theirs.detach()], [*range(4)])
+    return socket.socket(fileno=3)
+
+
+def _become(asked: dict[str, Any]) -> None:
     """Run the program, as Python would that has just been started with these words; SystemExit and errors are its own."""
-    network = descriptors.pop()
-    if os.fstat(network).st_ino != Path(_NETWORK).stat().st_ino and ctypes.CDLL(None).setns(network, _CLONE_NEWNET):
-        raise OSError("setns failed")
-    os.close(network)
-    _place(descriptors, asked["descriptors"])
+    if asked["has_own_group"]:
+        os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(asked["cwd"])
     os.environ.clear()
@@ -113,6 +142,13 @@ def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
         file = os.memfd_create("code")
         os.write(file, code.encode())
         runpy.run_path(f"/proc/self/fd/{file}", run_name="__main__")
+
+
+def _enter(network: int) -> None:
+    """Be in this network namespace."""
+    if os.fstat(network).st_ino != Path(_NETWORK).stat().st_ino and ctypes.CDLL(None).setns(network, _CLONE_NEWNET):
+        raise OSError("setns failed")
+    os.close(network)
 
 
 def _place(given: Sequence[int], wanted: Sequence[int]) -> None:

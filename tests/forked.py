@@ -47,7 +47,6 @@ _USUAL: Final = {
     "uid": None,
     "umask": -1,
     "start_new_session": False,
-    "process_group": -1,
 }
 
 
@@ -58,6 +57,7 @@ class Program(NamedTuple):
     code: str | None
     arguments: Sequence[str]
     is_safe_path: bool  # -P: the current directory is none where modules are looked for
+    has_children_forked: bool = False  # programs of ours, too
 
     @property
     def words(self) -> list[str]:
@@ -73,7 +73,7 @@ def program_of(words: Sequence[str]) -> Program:
             for name, target in COMMANDS.items():
                 if tuple(rest[: len(name)]) == name:
                     module, *before = target if name[0] in ROLES else ("deploy.quiet_stop", *target)
-                    return Program(module, None, [*before, *rest[len(name) :]], True)
+                    return Program(module, None, [*before, *rest[len(name) :]], True, name == ("up",))
         case [sys.executable, "-P", "-m", module, *arguments]:
             return Program(module, None, arguments, True)
         case [sys.executable, "-m", module, *arguments]:
@@ -122,6 +122,10 @@ class _Server:
         atexit.register(self._end)
         return own
 
+    def adopt(self, control: socket.socket) -> None:
+        """Ask at this end from now on, of a process that somebody else has started."""
+        self._control = control
+
     def _end(self) -> None:
         assert self._control is not None and self._process is not None
         self._control.close()
@@ -140,9 +144,12 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, *given: Any) -> None:
         """What subprocess's own calls when pipes are there, to fork and execute."""
         options = _SIGNATURE.bind(self, *given).arguments
+        group = options["process_group"]
         unusual = {name: options[name] for name, usual in _USUAL.items() if options[name] != usual}
         if unusual:
             raise ValueError(f"{unusual}: is not for who is forked; use subprocess")
+        if group not in (-1, 0):
+            raise ValueError(f"process_group={group}: is not for who is forked; use subprocess")
         program = program_of([os.fspath(word) for word in options["args"]])
         network = os.open(_NETWORK, os.O_RDONLY)
         try:
@@ -152,6 +159,7 @@ class Popen(subprocess.Popen[Any]):
                 **program._asdict(),
                 "words": program.words,
                 "environment": dict(os.environ if options["env"] is None else options["env"]) | ONE_THREAD,
+                "has_own_group": group == 0,
                 "cwd": os.fspath(options["cwd"] or Path.cwd()),
                 "descriptors": [*range(3), *options["pass_fds"]],
             }
@@ -160,6 +168,12 @@ class Popen(subprocess.Popen[Any]):
             os.close(network)
         self._child_created = True
         self._close_pipe_fds(*(options[name] for name in _PIPES))  # type: ignore[attr-defined]
+
+
+def have_children_forked(control: socket.socket) -> None:
+    """Whatever this process starts is forked, from the process that is asked at `control`: a launcher's children, say."""
+    _SERVER_OF_THIS.adopt(control)
+    patch("subprocess.Popen", Popen).start()
 
 
 def run(

@@ -20,6 +20,7 @@ from typing import Any, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import forked
 from tests.plain_http import NO_CERTIFICATES
 
 BATON: Final = str(Path(sys.executable).with_name("baton"))
@@ -101,14 +102,16 @@ def started_cluster(
     *flags: str,
     trusted: ssl.SSLContext | None = None,
     environment: Mapping[str, str] | None = None,
+    is_executed: bool = False,
 ) -> Iterator[Cluster]:
     """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end.
 
-    `trusted`: of a cluster with certificates, its authority. `environment`: variables besides the usual ones.
+    `trusted`: of a cluster with certificates, its authority. `environment`: variables besides the usual ones. `is_executed`: all
+    its processes are started as a user's are; else they are forked from one that has loaded what they load.
     """
     run_dir = folder / "run"
     with (
-        started_launcher(model, folder, *flags, environment=environment) as launcher,
+        started_launcher(model, folder, *flags, environment=environment, is_executed=is_executed) as launcher,
         closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir), trusted)) as cluster,
     ):
         yield cluster
@@ -116,7 +119,11 @@ def started_cluster(
 
 @contextmanager
 def started_launcher(
-    model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
+    model: Path,
+    folder: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    is_executed: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
     """A `baton up` that has just been started, on a free port unless the flags say otherwise; killed at the end."""
     temporary = folder / "tmp"
@@ -124,7 +131,8 @@ def started_launcher(
     command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run")]
     command += ["--parent-pid", str(os.getpid()), *flags]  # a test run that is killed leaves no cluster
     usual = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
-    with subprocess.Popen(
+    popen = subprocess.Popen if is_executed else forked.Popen
+    with popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

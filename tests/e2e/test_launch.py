@@ -29,7 +29,7 @@ ROUTER_IMPORT_BOUND_S = 10.0
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One that no test ends."""
     folder = tmp_path_factory.mktemp("cluster")
-    with started_cluster(tiny_model, folder, "--block-size", "8", "--num-blocks", "600") as running:
+    with started_cluster(tiny_model, folder, "--block-size", "8", "--num-blocks", "600", is_executed=True) as running:
         yield running
 
 
@@ -191,7 +191,7 @@ def test_a_signal_ends_every_process_with_0_and_leaves_logs_only(
 ) -> None:
     """No process, no socket file, no shared memory."""
     before = shared_memory()
-    with started_cluster(tiny_model, tmp_path) as cluster:
+    with started_cluster(tiny_model, tmp_path, is_executed=True) as cluster:
         watch = Watch(cluster.pids)
         assert len(processes_of(tmp_path)) == 4
         assert cluster.end(number) == 0
@@ -222,7 +222,7 @@ def test_the_launchers_sigkill_ends_every_process_and_leaves_nothing_but_files(
 ) -> None:
     """Nobody can clean up, and nobody has to."""
     before = shared_memory()
-    with started_cluster(tiny_model, tmp_path) as cluster:
+    with started_cluster(tiny_model, tmp_path, is_executed=True) as cluster:
         watch = Watch(cluster.pids)
         assert cluster.end(signal.SIGKILL) == -signal.SIGKILL
         watch.wait_for_end(cluster.pids)
@@ -236,7 +236,7 @@ def test_a_launcher_ends_with_the_test_run_that_started_it(tiny_model: Path, tmp
     """And all that it started: nobody is left to clean up."""
     program = (
         "import sys, pathlib, tests.e2e.cluster as c\n"
-        "with c.started_launcher(*map(pathlib.Path, sys.argv[1:])) as launcher:\n"
+        "with c.started_launcher(*map(pathlib.Path, sys.argv[1:]), is_executed=True) as launcher:\n"
         "    print(launcher.pid, launcher.stdout.readline(), flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -305,7 +305,7 @@ def test_a_signal_while_the_nodes_load_leaves_no_process(
     tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Also where a child has not yet told the kernel whom to die with."""
-    with started_launcher(tiny_model, tmp_path) as launcher:
+    with started_launcher(tiny_model, tmp_path, is_executed=True) as launcher:
         pids = [child.pid for child in loading_nodes(launcher).values()]
         watch = Watch(pids)
         launcher.send_signal(number)
@@ -319,7 +319,7 @@ def test_a_node_killed_while_it_loads_ends_the_start_with_one_line_and_exit_code
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """Half a cluster is none."""
-    with started_launcher(tiny_model, tmp_path) as launcher:
+    with started_launcher(tiny_model, tmp_path, is_executed=True) as launcher:
         victim = loading_nodes(launcher)["decode-0"]
         victim.kill()
         output, _ = launcher.communicate(timeout=END_BOUND_S)

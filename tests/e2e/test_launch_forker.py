@@ -22,7 +22,7 @@ def test_a_killed_forker_takes_its_nodes_along_is_reported_and_a_stream_goes_on_
     """One process more that can die: its end is that of all nodes, and not that of the router or of what it serves."""
     flags = ("--prefill", "0", "--decode", "2", "--block-size", "8", "--num-blocks", "600")
     fields = body(random.Random(0), 40, 3800)
-    with started_cluster(tiny_model, tmp_path, *flags) as cluster, ThreadPoolExecutor(1) as threads:
+    with started_cluster(tiny_model, tmp_path, *flags, is_executed=True) as cluster, ThreadPoolExecutor(1) as threads:
         nodes = [psutil.Process(node["pid"]) for node in cluster.nodes]
         (forker,) = {node.parent() for node in nodes}
         assert forker is not None and forker.ppid() == cluster.launcher.pid

@@ -24,7 +24,7 @@ def heard_hangups() -> Iterator[None]:
 def test_a_launcher_that_nobody_reads_keeps_its_cluster_and_ends_it_in_good_order(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with started_cluster(tiny_model, tmp_path, "--decode", "2") as cluster:
+    with started_cluster(tiny_model, tmp_path, "--decode", "2", is_executed=True) as cluster:
         assert cluster.launcher.stdout is not None
         cluster.launcher.stdout.close()
         watch = Watch(cluster.pids)
