@@ -42,6 +42,7 @@ _ASKING: Final = "tests.forked"
 def main(control_fd: int) -> None:
     """Be forked until the socket ends; in a copy, be the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for those who ask
+    setproctitle("what tests fork")  # the room for a title is found where variables are still as they were
     _load()
     control: socket.socket | None = socket.socket(fileno=control_fd)
     while control is not None:

@@ -17,6 +17,7 @@ import os, sys
 assert "torch" in sys.modules
 inherited = [each for each in range(100) if os.path.exists(f"/proc/self/fd/{each}") and os.get_inheritable(each)]
 print(os.getppid(), os.getcwd(), sys.argv[1:], sys.orig_argv[-1], sys.path[0] == "", os.environ, inherited, __name__)
+print("assert" in open("/proc/self/cmdline").read())
 """
 FIRST_OF_A_LOOP = """
 import asyncio, sys
@@ -37,7 +38,7 @@ def test_it_has_the_variables_folder_arguments_and_descriptors_that_it_is_given_
     variables = {"ALONE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     assert ended.stdout.split(" ", 1) == [
         str(os.getpid()),
-        f"{tmp_path} ['a'] a True environ({variables}) [0, 1, 2] __main__\n",
+        f"{tmp_path} ['a'] a True environ({variables}) [0, 1, 2] __main__\nTrue\n",
     ], ended.stderr
     read, write = os.pipe()
     with forked.Popen([sys.executable, "-c", f"import os; os.write({write}, b'heard')"], pass_fds=[write]) as process:
