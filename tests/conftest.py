@@ -6,6 +6,7 @@ with `--seed`. Hypothesis shows how to reproduce its own failures.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 from collections.abc import Generator, Sequence
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed of the run; have gRPC here as it is in our processes."""
+    gc.disable()  # as what is tested does while it loads (runtime/collecting.py)
     set_grpc_environment()
     # How fast examples are drawn says how busy the machine is, nothing about the code.
     quick = settings(max_examples=examples(100), deadline=None, print_blob=True)
@@ -52,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
     table: Path | None = config.getoption("--coverage-table")
     if table is not None and told is None:
         config.pluginmanager.register(CoverageTable(table))
+
+
+def pytest_collection_finish() -> None:
+    """What has been loaded stays: no walk in search of cycles goes over it; and over what worlds hold, few do."""
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 20)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
