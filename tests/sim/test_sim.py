@@ -11,10 +11,10 @@ from router.waiting import KINDS
 from tests.sim.outcome import Outcome, run_scenario
 from tests.sim.scenario import FAULT_KINDS, KV_POOL_FLAWS, Scenario, draw_scenario
 from tests.sim.shrink import Shrinker
-from tests.thorough import IS_THOROUGH
+from tests.thorough import IS_THOROUGH, examples
 
-# A third, and those in which something happens that no other does.
-SEEDS = tuple(range(100)) if IS_THOROUGH else (*range(0, 100, 3), 8, 56, 71, 77, 89)
+# Short ones in which everything happens that does in the hundred.
+SEEDS = tuple(range(100)) if IS_THOROUGH else (4, 8, 35, 45, 47, 48, 56, 57, 66, 68, 71, 76, 82, 84, 86, 87)
 NUM_FRESH = 10
 ROLE_CHANGES = [f"role: {before} to {after}" for before, after in permutations(("prefill", "decode", "mixed"), 2)]
 
@@ -57,7 +57,7 @@ def whole(scenario: Scenario) -> Scenario:
     return Scenario(scenario.seed, scenario.knobs, scenario.clients)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 @pytest.mark.covers("S13", "P01", "P08", "D02", "Q08", "A02", "H11")
 def test_without_faults_every_request_is_served_in_full(seed: int) -> None:
     outcome = run_scenario(whole(draw_scenario(seed)))
