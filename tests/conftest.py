@@ -27,6 +27,9 @@ ROOMS_OF_CLUSTERS: Final = frozenset({"bench", "by_hand", "chaos", "dashboard", 
 # Whose files take moments, most of them.
 QUICK_ROOMS: Final = frozenset({"chat", "clients", "engine_pure", "handoff", "kv_pool", "router", "transport"})
 
+# Whoever began it late would end it alone.
+LONGEST: Final = "test_triton.py"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Flags of ours."""
@@ -76,6 +79,7 @@ def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     rooms = [(path.parent.name, tests) for path, tests in files.items()]
     waiting = [tests for room, tests in rooms if room in ROOMS_OF_CLUSTERS]
     computing = [tests for room, tests in rooms if room not in ROOMS_OF_CLUSTERS | QUICK_ROOMS]
+    computing.sort(key=lambda tests: tests[0].path.name != LONGEST)
     quick = sorted((tests for room, tests in rooms if room in QUICK_ROOMS), key=len, reverse=True)
     turns = [(place / len(some), tests) for some in (waiting, computing) for place, tests in enumerate(some)]
     ordered = [tests for _, tests in sorted(turns, key=itemgetter(0))] + quick

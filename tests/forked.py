@@ -35,6 +35,11 @@ _ROOM: Final = {"ROOM_FOR_ARGUMENTS": " " * 4096}
 _POPEN: Final = subprocess.Popen  # create_process has another one stand in for it meanwhile
 _SIGNATURE: Final = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _PIPES: Final = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+# What starts clusters; not here: who measures how long that takes.
+_STARTING_CLUSTERS: Final = {
+    f"bench.{name}"
+    for name in ("exposed", "failover", "interference", "local_prefill", "peers", "pressure", "router", "token_path")
+}
 # What each option of Popen is by itself.
 _USUAL: Final = {
     "executable": None,
@@ -57,7 +62,7 @@ class Program(NamedTuple):
     code: str | None
     arguments: Sequence[str]
     is_safe_path: bool  # -P: the current directory is none where modules are looked for
-    has_children_forked: bool = False  # programs of ours, too
+    has_children_forked: bool = False  # whichever can be
 
     @property
     def words(self) -> list[str]:
@@ -77,7 +82,7 @@ def program_of(words: Sequence[str]) -> Program:
         case [sys.executable, "-P", "-m", module, *arguments]:
             return Program(module, None, arguments, True)
         case [sys.executable, "-m", module, *arguments]:
-            return Program(module, None, arguments, False)
+            return Program(module, None, arguments, False, module in _STARTING_CLUSTERS or "--workers" in arguments)
         case [sys.executable, "-c", code, *arguments]:
             return Program(None, code, arguments, False)
     raise ValueError(f"{words[:4]}: is no program that can be forked; use subprocess")
@@ -170,10 +175,20 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(options[name] for name in _PIPES))  # type: ignore[attr-defined]
 
 
+class _AnyPopen(Popen):
+    """Likewise, and what cannot be forked is executed."""
+
+    def _execute_child(self, *given: Any) -> None:
+        try:
+            super()._execute_child(*given)
+        except ValueError:
+            _POPEN._execute_child(self, *given)  # type: ignore[attr-defined]
+
+
 def have_children_forked(control: socket.socket) -> None:
-    """Whatever this process starts is forked, from the process that is asked at `control`: a launcher's children, say."""
+    """What this process starts is forked, if it can be, from the process that is asked at `control`: a launcher's children, say."""
     _SERVER_OF_THIS.adopt(control)
-    patch("subprocess.Popen", Popen).start()
+    patch("subprocess.Popen", _AnyPopen).start()
 
 
 def run(

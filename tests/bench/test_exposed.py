@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.exposed import figures_of, main
+from bench.fleet import Fleet
 from bench.page import page
+from tests import forked
 
 
 def test_a_share_is_of_the_requests_own_prefill() -> None:
@@ -21,7 +23,10 @@ def test_a_share_is_of_the_requests_own_prefill() -> None:
 
 
 @pytest.mark.covers("H01")
-def test_a_tiny_run_asks_the_cluster_and_writes_what_it_said(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_tiny_run_asks_the_cluster_and_writes_what_it_said(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fleet, "popen", forked.Popen)
     path = tmp_path / "exposed.json"
     flags = "--lengths 64,200 --chunk 32 --transports shm,zmq --rounds 2"
     assert main([*flags.split(), "--model", str(tiny_model), "--output", str(path)]) == 0

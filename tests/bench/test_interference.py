@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from bench import interference
+from bench.fleet import Fleet
 from bench.http_exchange import Server
 from bench.interference import InterferenceConfig, Round, figures_of, main
 from bench.page import main as write_pages
 from bench.page import page
+from tests import forked
 
 
 def test_gaps_are_those_that_end_in_the_window_and_never_between_two_requests() -> None:
@@ -55,7 +57,10 @@ def test_ratios_are_of_the_same_round() -> None:
     assert apart.own_ratio == pytest.approx(20) and mixed.loud_max == 1.0
 
 
-def test_a_tiny_run_has_streams_and_long_prompts_on_both_sides(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_tiny_run_has_streams_and_long_prompts_on_both_sides(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fleet, "popen", forked.Popen)
     path, plot = tmp_path / "interference.json", tmp_path / "interference.svg"
     flags = "--streams 2 --prompt-tokens 96 --interval-s 0.2 --quiet-s 0.3 --loud-s 0.5 --rounds 1"
     assert main([*flags.split(), "--model", str(tiny_model), "--output", str(path), "--plot", str(plot)]) == 0

@@ -14,12 +14,13 @@ from bench.completions import Record
 from bench.peers import decode_rate
 from bench.peers_report import markdown, ratio_to_best, whole_rounds
 from bench.peers_servers import PeerProblem
+from tests import forked
 from tests.architecture.source_tree import ROOT
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.peers", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_decode_counts_tokens_behind_each_stream_s_first_between_the_first_and_the_last() -> None:

@@ -18,13 +18,14 @@ from bench.router_load import Heard, Window, window_of
 from bench.router_placement import PLACEMENT_POLICIES
 from bench.router_report import BEGIN, END, with_figures
 from bench.stepping import first_due, next_due
+from tests import forked
 from tests.architecture.source_tree import ROOT
 from tests.router.tiny_model import write_model_text
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.router", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return forked.run(command, cwd=ROOT, timeout=250)
 
 
 def test_a_run_measures_every_side_and_placement(tmp_path: Path) -> None:

@@ -141,9 +141,9 @@ def test_a_stopped_router_goes_on_with_its_streams_when_it_wakes_long_after_the_
 ) -> None:
     bodies = long_requests(fresh_seed, 2)
     for body in bodies:  # many seconds of work, or the nodes would have finished it before they miss the router
-        body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 1800, "n": 1}
+        body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 600, "n": 1}
     retries = town.fleet.metric("retries_total", router="router-1")
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(0.06):
         asked = town.send(bodies, "router-1")
         town.fleet.freeze("router-1")
         town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)  # of its work, too

@@ -324,15 +324,17 @@ def test_a_node_killed_while_it_loads_ends_the_start_with_one_line_and_exit_code
         victim.kill()
         output, _ = launcher.communicate(timeout=END_BOUND_S)
     assert launcher.returncode == 1
-    (line,) = errors_in(output)
+    line = error_in(output)
     assert line.startswith(f"baton up: decode-0 (pid {victim.pid}) ended with SIGKILL")
     assert processes_of(tmp_path) == []
 
 
-def errors_in(output: str) -> list[str]:
-    """The lines that are not progress."""
+def error_in(output: str) -> str:
+    """The one line that is not progress."""
     progress = (" is up", "baton up: still waiting; ")
-    return [line for line in output.splitlines() if not (line.endswith(progress[0]) or line.startswith(progress[1]))]
+    found = [line for line in output.splitlines() if not (line.endswith(progress[0]) or line.startswith(progress[1]))]
+    assert len(found) == 1, output
+    return found[0]
 
 
 def test_a_taken_port_is_one_line_and_exit_code_2(tiny_model: Path, tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ def test_a_taken_port_is_one_line_and_exit_code_2(tiny_model: Path, tmp_path: Pa
         port = taken.getsockname()[1]
         code, output = run_to_the_end(tiny_model, tmp_path, "--port", str(port))
     assert code == 2, output
-    (line,) = errors_in(output)
+    line = error_in(output)
     assert line.endswith(f"--port {port}: cannot listen on 127.0.0.1: Address already in use; give another one")
 
 
@@ -354,7 +356,7 @@ def test_a_model_directory_without_weights_is_one_line_and_exit_code_2(tiny_mode
             (broken / path.name).write_bytes(path.read_bytes())
     code, output = run_to_the_end(broken, tmp_path)
     assert code == 2, output
-    (line,) = errors_in(output)
+    line = error_in(output)
     assert str(broken) in line
 
 
@@ -362,7 +364,7 @@ def test_a_pool_too_small_for_one_sequence_is_one_line_and_exit_code_2(tiny_mode
     """Refused at start, not when the first long prompt comes."""
     code, output = run_to_the_end(tiny_model, tmp_path, "--num-blocks", "2")
     assert code == 2, output
-    (line,) = errors_in(output)
+    line = error_in(output)
     assert "num_blocks" in line.replace("-", "_")
 
 

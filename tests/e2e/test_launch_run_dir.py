@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import BATON, START_BOUND_S, started_launcher
-from tests.e2e.test_launch import errors_in, loading_nodes, processes_of, run_to_the_end
+from tests.e2e.test_launch import error_in, loading_nodes, processes_of, run_to_the_end
 
 
 @pytest.mark.parametrize("run_dir", ["/proc", "/dev/null", "/proc/none"])
@@ -40,7 +40,7 @@ def test_what_stands_where_a_file_of_a_run_should_be_is_one_line_and_exit_code_2
     (tmp_path / "run" / name).mkdir(parents=True)
     code, output = run_to_the_end(tiny_model, tmp_path)
     assert code == 2, output
-    (line,) = errors_in(output)
+    line = error_in(output)
     assert line.startswith(f"baton up: --run-dir {tmp_path / 'run'}: ") and "Is a directory" in line
 
 
@@ -52,7 +52,7 @@ def test_a_cluster_json_that_cannot_be_written_in_the_end_is_one_line_and_exit_c
         (tmp_path / "run" / "cluster.json").mkdir()
         output, _ = launcher.communicate(timeout=START_BOUND_S)
     assert launcher.returncode == 1, output
-    (line,) = errors_in(output)
+    line = error_in(output)
     assert line == f"baton up: --run-dir {tmp_path / 'run'}: cluster.json cannot be written: Is a directory", (
         "of the disk that is full"
     )

@@ -27,6 +27,7 @@ from bench.stepping import Pace
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
 from runtime.listing import MAX_TEXT_CHARS
+from tests import forked
 from tests.plain_http import NO_CERTIFICATES
 from tests.router.tiny_model import write_model_text
 from tests.stopping import resume, stop
@@ -46,17 +47,19 @@ def until(is_so: Callable[[], bool], bound_s: float = 120.0) -> None:
 
 
 @contextmanager
-def started(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def started(
+    folder: Path, *more: str, popen: type[subprocess.Popen[Any]] = forked.Popen
+) -> Iterator[tuple[subprocess.Popen[Any], dict[str, Any]]]:
     """A router with two workers, ready to serve with a fake prefill and a fake decode node; and its ready file."""
     model, ready_file = write_model_text(folder / "model"), folder / "ready.json"
     flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file), *more]
     command = [sys.executable, "-m", "router", *flags, "--parent-pid", str(os.getpid())]
-    with (folder / LOG).open("wb") as log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log) as router:
+    with (folder / LOG).open("wb") as log, popen(command, stdin=subprocess.DEVNULL, stderr=log) as router:
         try:
             until(lambda: ready_file.exists() or router.poll() is not None)
             ready = json.loads(ready_file.read_text())
             nodes = [sys.executable, "-m", "bench.fake_node", "--router", ready["registry"]]
-            with subprocess.Popen(nodes, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as speaking:
+            with popen(nodes, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as speaking:
                 try:
                     Speaker(speaking).set_pace(Pace(step_ms=40, group=32))
                     until(lambda: by_worker(ready["url"], "node_up") == {0: 2, 1: 2})
@@ -112,7 +115,7 @@ async def while_one_dies(url: str, pids: list[int]) -> list[str]:
 
 @pytest.mark.covers("C05")
 def test_a_worker_that_cannot_be_started_now_is_started_later_and_the_others_serve(tmp_path: Path) -> None:
-    with started(tmp_path) as (router, ready):
+    with started(tmp_path, popen=subprocess.Popen) as (router, ready):
         url, pids = ready["url"], ready["workers"]
         soft, hard = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (5, hard))  # it has more: none can be opened
@@ -126,7 +129,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later_and_the_others_ser
 
 @pytest.mark.covers("C05", "R16")
 def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(tmp_path: Path) -> None:
-    with started(tmp_path) as (router, ready):
+    with started(tmp_path, popen=subprocess.Popen) as (router, ready):
         url, pids = ready["url"], ready["workers"]
         texts = asyncio.run(while_one_dies(url, pids))
         whole, long = ((TEXT * number)[:number] for number in (NUM_TOKENS, NUM_OF_LONG))
