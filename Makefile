@@ -132,7 +132,7 @@ $(BYTECODE): | $(STAMP)
 	@touch $@
 
 # Tests wait for a third of their time: with three processes on two cores a fifth of the cores' time went by idle, with four none does.
-test: lint $(BYTECODE) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
+test: $(BYTECODE) lint $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
 	@$(PYTHON) -m pytest -n 4 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## thirteen benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README; BENCH_FLAGS="--envs DIR": peers too
