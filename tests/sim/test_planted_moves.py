@@ -24,7 +24,7 @@ from tests.sim.planted_moves import (
     old_attempts_are_believed,
 )
 from tests.sim.scenario import Fault, Scenario
-from tests.thorough import a_share
+from tests.thorough import IS_THOROUGH, a_share
 
 MAX_SEEDS = 12
 
@@ -83,7 +83,7 @@ BUGS: tuple[tuple[Callable[[Patch], None], Callable[[int], Scenario], str], ...]
 @pytest.mark.parametrize("draw", [draining, slow, cut, unanswered, unheard, full])
 @pytest.mark.covers("D10", "D08")
 def test_without_a_planted_bug_these_runs_hold(draw: Callable[[int], Scenario]) -> None:
-    for seed in range(2):
+    for seed in range(2 if IS_THOROUGH else 1):
         outcome = run_scenario(draw(seed))
         assert outcome.error is None, f"{outcome.error}\n{outcome.where}"
         assert outcome.counters["moves_begun"] >= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -40,8 +41,11 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("is_one_sided", [False, True], ids=["two-sided", "one-sided"])
-@pytest.mark.parametrize("fault", FAULTS, ids=[f"{each.kind} {each.who} {each.other}".strip() for each in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "is_one_sided"),
+    a_share(list(product(FAULTS, (False, True))), 3),
+    ids=lambda each: f"{each.kind} {each.who} {each.other}" if isinstance(each, Fault) else f"one-sided {each}",
+)
 @pytest.mark.covers("D10", "R04", "R10", "C01")
 def test_whatever_breaks_a_move_its_stream_goes_on(fault: Fault, is_one_sided: bool) -> None:
     outcome = run_scenario(restarts(2, knobs(is_one_sided, 96), NODES[:1], 8, fault))
