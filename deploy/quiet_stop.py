@@ -13,6 +13,7 @@ from typing import Final
 
 from deploy.heedless import CannotSay, outlive_readers
 
+_STDOUT: Final = 1
 _HEEDS_READERS: Final = ("deploy.chat",)  # for what nobody reads it has nothing generated
 _GOES_ON: Final = (
     "deploy.drain",
@@ -28,6 +29,8 @@ def main() -> None:
     from runtime.process import end_process, hold_standard_streams
 
     hold_standard_streams()
+    if sys.stdout is None and sys.argv[1] not in _HEEDS_READERS:  # closed from the first: said to nobody
+        sys.stdout = open(_STDOUT, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
     set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top
     code: str | int | None = None
     try:

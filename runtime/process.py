@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -29,7 +30,9 @@ from typing import Any, Final, NoReturn, TypeVar
 from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
+_STDIN: Final = 0
 _STDERR: Final = 2
+_LOOK_EVERY_S: Final = 1.0
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
 _TRIAL: Final = bytes(4096)  # as much as a ready file has at most: a full disk takes files, and nothing in them
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -103,7 +106,8 @@ def run_async(
 def first_signal(*, or_hangup: bool = False) -> asyncio.Future[signal.Signals]:
     """The first SIGINT or SIGTERM; call it inside the running loop. A second one ends the process at once.
 
-    `or_hangup`: or that its terminal was closed, unless that is ignored (nohup). Shell and kernel both may say so: it ends nothing.
+    `or_hangup`: or that its terminal was closed, unless that is ignored (nohup). Shell and kernel both may say so, or neither: a
+    second time ends nothing.
     """
     loop = asyncio.get_running_loop()
     first: asyncio.Future[signal.Signals] = loop.create_future()
@@ -121,7 +125,31 @@ def first_signal(*, or_hangup: bool = False) -> asyncio.Future[signal.Signals]:
         loop.add_signal_handler(number, on_signal, number)
     if or_hangup and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        closed = asyncio.create_task(_terminal_closed())
+        closed.add_done_callback(lambda task: None if task.cancelled() else on_hangup())
+        first.add_done_callback(lambda _: closed.cancel())
     return first
+
+
+async def _terminal_closed() -> None:
+    """Wait until the terminal is closed that is stdin, and in whose foreground this process was a moment before.
+
+    The kernel tells the leader of the terminal's session alone, who need not pass it on: `ssh -t HOST make up` is a make that waits
+    for whom it has started.
+    """
+    poll = select.poll()
+    poll.register(_STDIN, 0)
+    was_in_front = is_in_front = _is_in_front()
+    while not (was_in_front or is_in_front) or not any(event & select.POLLHUP for _, event in poll.poll(0)):
+        await asyncio.sleep(_LOOK_EVERY_S)
+        was_in_front, is_in_front = is_in_front, _is_in_front()
+
+
+def _is_in_front() -> bool:
+    try:
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:  # no terminal
+        return False
 
 
 def ignore_hangups(*, of_a_terminal: bool = False) -> None:

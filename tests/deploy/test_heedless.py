@@ -119,8 +119,9 @@ def test_a_chats_lines_that_a_disk_does_not_take_in_the_end_are_a_line_and_no_tr
     assert capsys.readouterr().err == f"baton chat: --history {history}: was not kept: No such file or directory\n"
 
 
-@pytest.mark.parametrize("word", ["--help", "--version"])
-def test_what_is_asked_with_no_standard_output_at_all_is_said_to_nobody(word: str) -> None:
-    closed = ["bash", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", "deploy.cli", word]
+@pytest.mark.parametrize("words", ["--help", "--version", "certs make DIR"])
+def test_what_is_asked_with_no_standard_output_at_all_is_said_to_nobody(tmp_path: Path, words: str) -> None:
+    command = ["deploy.cli", *words.replace("DIR", str(tmp_path / "certs")).split()]
+    closed = ["bash", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", *command]
     ended = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
