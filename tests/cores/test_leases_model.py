@@ -19,6 +19,7 @@ from tests.thorough import examples, only_thorough
 
 OTHER_ROUTER = ev.RouterId("other", 8)
 ROUTERS = {"r": ROUTER, "s": OTHER_ROUTER, "t": ROUTER}
+NUM_TRIES = 5  # nobody finishes in some draws, but not in so many
 HAPPENED: Counter[str] = Counter()
 
 requests = st.sampled_from(sorted(PROMPTS))
@@ -128,9 +129,12 @@ class LeaseMachine(RuleBasedStateMachine):
 def test_leases_of_several_branches_do_what_the_naive_model_does_and_leave_nothing_behind() -> None:
     HAPPENED.clear()
     limits = settings(deadline=None, max_examples=examples(150, 3), stateful_step_count=50)
-    run_state_machine_as_test(LeaseMachine, settings=limits)
-    for what in ("granted", "the same lease again", "refused", "BUSY", "NO_BLOCKS", "committed", "started", "finished"):
-        assert HAPPENED[what], f"{what} never happened: {HAPPENED}"
+    wanted = ("granted", "the same lease again", "refused", "BUSY", "NO_BLOCKS", "committed", "started", "finished")
+    for _ in range(NUM_TRIES):
+        run_state_machine_as_test(LeaseMachine, settings=limits)
+        if all(HAPPENED[what] for what in wanted):
+            break
+    assert all(HAPPENED[what] for what in wanted), HAPPENED
 
 
 # ---------------------------------------------------------------- every state of two attempts

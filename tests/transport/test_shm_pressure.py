@@ -176,14 +176,19 @@ def test_memory_of_a_peer_is_let_go_on_a_thread_of_its_own() -> None:
     assert threading.get_ident() not in where
 
 
+def inherited() -> list[str]:
+    """What a program that this process starts has open, each by what it is: `socket:[6393584]`."""
+    command = ["/bin/ls", "-l", "/proc/self/fd"]
+    told = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=True).stdout
+    return [line.rpartition(" -> ")[2] for line in told.splitlines() if " -> " in line]
+
+
 def test_a_program_that_a_node_starts_inherits_neither_memory_nor_sockets(shm_net: ShmNet) -> None:
+    of_others = set(inherited())  # gRPC's in this process, say, of tests before this one
     shm_net.node("node")
-    seen = subprocess.run(
-        ["/bin/ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True
-    ).stdout
-    assert "/proc/" in seen
-    assert "memfd" not in seen
-    assert "socket" not in seen
+    seen = inherited()
+    assert any("/proc/" in each for each in seen)
+    assert not [each for each in seen if each not in of_others and ("memfd" in each or "socket" in each)]
 
 
 def test_links_to_two_senders_with_memory_of_different_cuts_stand_side_by_side(shm_net: ShmNet) -> None:
