@@ -37,8 +37,7 @@ _SIGNATURE: Final = inspect.signature(subprocess.Popen._execute_child)  # type: 
 _PIPES: Final = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 # What starts clusters; not here: who measures how long that takes.
 _STARTING_CLUSTERS: Final = {
-    f"bench.{name}"
-    for name in ("exposed", "failover", "interference", "local_prefill", "peers", "pressure", "router", "token_path")
+    f"bench.{name}" for name in ("failover", "local_prefill", "peers", "pressure", "router", "token_path")
 }
 # What each option of Popen is by itself.
 _USUAL: Final = {
