@@ -75,11 +75,21 @@ class InterferenceConfig:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One side's round: seconds between the tokens of a stream, sorted, and from each long prompt to its first token."""
+    """One side's round: seconds between the tokens of a stream, sorted, and from each long prompt to its first token.
+
+    ValueError: no gaps, so no ratio.
+    """
 
     quiet: list[float]
     loud: list[float]
     first_tokens: list[float]
+
+    def __post_init__(self) -> None:
+        for flag, gaps in (("--quiet-s", self.quiet), ("--loud-s", self.loud)):
+            if not gaps or percentile(gaps, 99) == 0:
+                raise ValueError(
+                    f"{flag}: too short, {len(gaps)} tokens came in it, all at once; more seconds show gaps between them"
+                )
 
 
 @dataclass(frozen=True, slots=True)
