@@ -137,7 +137,7 @@ void linear_phase_of(Worker &worker, const Linear &linear, const Bf16 *x, int nu
     const bool is_one_pass = num_rows <= TILED_ROWS;
     Tiles tiles;
     worker.phase(num_panels(linear), is_one_pass ? 1 : MAX_PANELS, is_one_pass, [&](int64_t first, int64_t last, Hold &hold) {
-        linear_tiles<C>(linear, x, num_rows, output, int(first), int(last), tiles, hold);
+        linear_on_tiles<C>(linear, x, num_rows, output, int(first), int(last), tiles, hold);
     });
 }
 #endif

@@ -22,7 +22,16 @@ inline int num_panels(const Linear &linear) { return ceil_div(linear.gated ? 2 *
 // silu(gate) * up, rounded where the reference rounds.
 template <class T> BATON_INLINE Floats gated(Floats gate, Floats up) {
     gate = rounded<T>(gate);
-    return rounded<T>(gate / (exponential(-gate) + 1.0f)) * rounded<T>(up);
+    Floats power[1];
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, Bf16>) {
+        constexpr float LOG2_E = 1.44269504088896341f;
+        power[0] = at_most(120.0f, gate * -LOG2_E);
+        rough_powers_below(power);
+    } else
+#endif
+        power[0] = exponential(-gate);
+    return rounded<T>(gate / (power[0] + 1.0f)) * rounded<T>(up);
 }
 
 template <class T> struct Output {

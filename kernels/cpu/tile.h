@@ -29,12 +29,7 @@ template <> BATON_INLINE void in_order<Bf16>(Floats &first, Floats &second) {
     first = __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     second = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
 }
-BATON_INLINE void put_weights(Bf16 *to, Floats weights) {  // from 0 to 1, none too small for a normal number but 0
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)weights);
-    std::memcpy(to, &rounded, sizeof rounded);
-}
 #endif
-BATON_INLINE void put_weights(float *to, Floats weights) { store(to, weights); }
 
 // Queries in, mixed values out, both [num_rows, stride], heads from the start of the row; window 0: a row sees all before it.
 template <class T> struct Attend {
@@ -203,7 +198,7 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
         else exponentials_below(sum);
         for (int i = 0; i < QUERIES; i++) meanwhile();
 #pragma GCC unroll 16
-        for (int i = 0; i < N; i++) put_weights(weights + m * TILE + i * LANES, sum[i]);
+        for (int i = 0; i < N; i++) store(weights + m * TILE + i * LANES, sum[i]);
 #pragma GCC unroll 2
         for (int i = 0; i < QUERIES; i++) total[m + i] = (sum[V * i] + sum[V * i + 1]) + (sum[V * i + 2] + sum[V * i + 3]);
     };

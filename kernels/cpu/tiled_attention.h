@@ -123,7 +123,7 @@ class PartOnTiles {
     void score(const QueryPass &pass, int panel) const {
         const auto multiply = pass.is_high() ? multiply_tiles<true, Bf16> : multiply_tiles<false, Bf16>;
         const Bf16 *queries = s_.packed + size_t(pass.begin) * head_dim_, *keys = keys_of(pass.tile) + panel * panel_size<Bf16>(head_dim_);
-        multiply(queries, head_dim_ * sizeof(Bf16), keys, head_dim_ / TILE_DEPTH, pass.scores + panel * PANEL, TILE * sizeof(float), {});
+        multiply(queries, head_dim_ * sizeof(Bf16), keys, head_dim_ / TILE_DEPTH, pass.scores + panel * PANEL, TILE * sizeof(float), {}, {});
     }
 
     // meanwhile: what else is to be done, called with every 16 queries.
@@ -176,7 +176,7 @@ class PartOnTiles {
     void multiply(const QueryPass &pass, const Bf16 *values, float *sums, int stride) const {
         const auto with = pass.is_first ? (pass.is_high() ? multiply_tiles<true, Bf16> : multiply_tiles<false, Bf16>)
                                         : (pass.is_high() ? multiply_tiles<true, Bf16, true> : multiply_tiles<false, Bf16, true>);
-        with(pass.weights, TILE * sizeof(Bf16), values, TILE / TILE_DEPTH, sums, stride * sizeof(float), {});
+        with(pass.weights, TILE * sizeof(Bf16), values, TILE / TILE_DEPTH, sums, stride * sizeof(float), {}, {});
     }
 
     Bf16 *keys_of(int tile) const { return s_.keys + tile * SCORED * panel_size<Bf16>(head_dim_); }

@@ -9,50 +9,105 @@
 namespace baton {
 
 #if defined(__AMX_BF16__)
-// Rows begin .. begin + num_rows times a panel, on tiles.
+// Rows times a panel: sums that lack what fills no block, and what is left to do with them.
+template <class C> struct TiledPass {
+    const Linear &linear;
+    const Bf16 *x;  // all rows
+    const Output<Bf16> &output;
+    Hold &hold;
+    const C *columns;  // of the panel
+    int panel, begin, num_rows;
+    float *sums;  // [num_rows, PANEL]
+
+    int blocks() const { return linear.in / TILE_DEPTH; }
+
+    template <bool HIGH, bool STREAMS = false, class F = Nothing> BATON_INLINE void multiply(Ahead ahead, F beside = {}) const {
+        multiply_tiles<HIGH, C, false, STREAMS>(x + size_t(begin) * linear.in, linear.in * sizeof(Bf16), columns, blocks(), sums,
+                                                PANEL * sizeof(float), ahead, beside);
+    }
+
+    // Put so many rows where they belong.
+    template <int M> BATON_INLINE void finish(int first) const {
+        const int steps_left = steps_of<Bf16>(linear.in) - blocks() * BLOCK_STEPS;
+        Floats own[M][2];
+        const Bf16 *behind[M];  // the blocks
+        for (int m = 0; m < M; m++) {
+            const float *at = sums + (first + m) * PANEL;
+            own[m][0] = load(at), own[m][1] = load(at + LANES);
+            behind[m] = x + size_t(begin + first + m) * linear.in + blocks() * TILE_DEPTH;
+        }
+        if (steps_left) multiply_on<Bf16, M, 1>(behind, columns + size_t(blocks()) * TILE_DEPTH * PANEL, 0, steps_left, own);
+        finish_pass(Pass<Bf16>{linear, output, behind, M, begin + first, panel, {}, hold}, own);
+    }
+};
+
+// Up to TILED_ROWS rows times panels first .. last.
 template <class C>
-void linear_tile_pass(const Linear &linear, const Bf16 *x, int begin, int num_rows, const Output<Bf16> &output, int panel,
-                      const C *columns, Ahead ahead, Hold &hold) {
+void linear_few_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last, Hold &hold) {
     constexpr int TOGETHER = 4;  // rows whose sums are finished at a time
-    const int blocks = linear.in / TILE_DEPTH, steps_left = steps_of<Bf16>(linear.in) - blocks * BLOCK_STEPS;
+    const size_t size = panel_size<Bf16>(linear.in);
     alignas(64) float sums[TILED_ROWS * PANEL];
-    x += size_t(begin) * linear.in;
-    const auto multiply = num_rows > TILE_ROWS ? multiply_tiles<true, C> : multiply_tiles<false, C>;
-    multiply(x, linear.in * sizeof(Bf16), columns, blocks, sums, PANEL * sizeof(float), ahead);
-    for (int row = 0; row < num_rows; row += TOGETHER)
-        with_constant<TOGETHER>(std::min(TOGETHER, num_rows - row), [&](auto constant) {
-            constexpr int M = constant();
-            Floats own[M][2];
-            const Bf16 *behind[M];  // the blocks
-            for (int m = 0; m < M; m++) {
-                const float *at = sums + (row + m) * PANEL;
-                own[m][0] = load(at), own[m][1] = load(at + LANES);
-                behind[m] = x + size_t(row + m) * linear.in + blocks * TILE_DEPTH;
-            }
-            if (steps_left) multiply_on<Bf16, M, 1>(behind, columns + size_t(blocks) * TILE_DEPTH * PANEL, 0, steps_left, own);
-            finish_pass(Pass<Bf16>{linear, output, behind, M, begin + row, panel, {}, hold}, own);
-        });
+    for (int panel = first; panel < last; panel++) {
+        const C *columns = static_cast<const C *>(linear.weight) + panel * size;
+        const TiledPass<C> pass{linear, x, output, hold, columns, panel, 0, num_rows, sums};
+        if (num_rows > TILE_ROWS) pass.template multiply<true>({NEAR});
+        else pass.template multiply<false>({NEAR});
+        for (int row = 0; row < num_rows; row += TOGETHER)
+            with_constant<TOGETHER>(std::min(TOGETHER, num_rows - row), [&](auto constant) { pass.template finish<constant()>(row); });
+    }
+}
+
+constexpr size_t STAYS = 40 << 10;  // bytes of a panel that stay in the nearest cache, of 48 KB, if rows pass it by
+
+// More of them. The sums of a pass are finished beside the products of the next one, which leave the rest of the core idle, and the
+// next panel is brought nearer.
+template <class C>
+void linear_many_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last,
+                          Tiles &tiles, Hold &hold) {
+    constexpr int TOGETHER = 2;
+    const size_t size = panel_size<Bf16>(linear.in);
+    const C *weight = static_cast<const C *>(linear.weight) + first * size;
+    const Bf16 *unpacked = unpacked_panels<Bf16>(weight, (last - first) * size);
+    const int blocks = linear.in / TILE_DEPTH, passes = ceil_div(num_rows, TILED_ROWS);
+    const size_t lines_a_block = ceil_div(BLOCK_STEPS * PANEL * 2 * sizeof(C) / 64, passes);
+    alignas(64) float sums[2][TILED_ROWS * PANEL];
+    TiledPass<Bf16> before{linear, x, output, hold, unpacked, first, 0, 0, sums[1]};
+    int finished = 0;
+    auto finish_some = [&]() __attribute__((always_inline)) {
+        if (before.num_rows - finished >= TOGETHER) before.finish<TOGETHER>(finished);
+        else if (finished < before.num_rows) before.finish<1>(finished);
+        finished += TOGETHER;
+    };
+    auto finish_all = [&] {
+        while (finished < before.num_rows) finish_some();
+    };
+    for (int panel = first; panel < last; panel++) {
+        const char *next = reinterpret_cast<const char *>(weight + (panel + 1 - first) * size);
+        for (int number = 0; number < passes; number++) {
+            const int begin = number * TILED_ROWS, rows = std::min(TILED_ROWS, num_rows - begin);
+            const TiledPass<Bf16> pass{linear, x, output, hold, unpacked + (panel - first) * size, panel, begin, rows,
+                                       before.sums == sums[0] ? sums[1] : sums[0]};
+            Ahead ahead;
+            if (panel + 1 < num_panels(linear)) ahead = {0, next + number * blocks * lines_a_block * 64, lines_a_block * 64 / BLOCK_STEPS};
+            tiles.shape(rows);
+            if (rows <= TILE_ROWS) pass.multiply<false>(ahead, finish_some);
+            else if (size * sizeof(Bf16) <= STAYS) pass.multiply<true, true>(ahead, finish_some);
+            else pass.multiply<true>(ahead, finish_some);
+            finish_all();
+            before.columns = pass.columns, before.panel = panel, before.begin = begin, before.num_rows = rows, before.sums = pass.sums;
+            finished = 0;
+        }
+    }
+    finish_all();
 }
 
 // Panels first .. last on tiles.
 template <class C>
-void linear_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last, Tiles &tiles,
-                  Hold &hold) {
-    const size_t size = panel_size<Bf16>(linear.in);
-    const C *columns = static_cast<const C *>(linear.weight) + first * size;
-    if (num_rows <= TILED_ROWS) {
-        tiles.shape(num_rows);
-        for (int panel = first; panel < last; panel++, columns += size)
-            linear_tile_pass(linear, x, 0, num_rows, output, panel, columns, {NEAR}, hold);
-        return;
-    }
-    const Bf16 *unpacked = unpacked_panels<Bf16>(columns, (last - first) * size);
-    for (int begin = 0; begin < num_rows; begin += TILED_ROWS) {
-        const int rows = std::min(TILED_ROWS, num_rows - begin);
-        tiles.shape(rows);
-        for (int panel = first; panel < last; panel++)
-            linear_tile_pass(linear, x, begin, rows, output, panel, unpacked + (panel - first) * size, {}, hold);
-    }
+void linear_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last, Tiles &tiles,
+                     Hold &hold) {
+    if (num_rows > TILED_ROWS) return linear_many_on_tiles<C>(linear, x, num_rows, output, first, last, tiles, hold);
+    tiles.shape(num_rows);
+    linear_few_on_tiles<C>(linear, x, num_rows, output, first, last, hold);
 }
 #endif
 

@@ -75,7 +75,7 @@ template <bool ALL_SEE_ALL> void weigh_sixteen(const Sixteen &some, float scale)
             }
             rough_powers_below(sum);
 #pragma GCC unroll 8
-            for (int i = 0; i < 2 * VECTORS; i++) put_weights(some.weights + m * TILE + i * LANES, sum[i]);
+            for (int i = 0; i < 2 * VECTORS; i++) store(some.weights + m * TILE + i * LANES, sum[i]);
         }
         for (int i = 0; i < 2; i++) four[m % 4 + i] = (sum[4 * i] + sum[4 * i + 1]) + (sum[4 * i + 2] + sum[4 * i + 3]);
         if (m % 4 == 2) fours[m / 4] = reduce(four, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });

@@ -86,10 +86,17 @@ BATON_INLINE const Bf16 *widened_block(const Int8 *columns, Bf16 *to) {
     return to;
 }
 
+// What is done beside a product, while tiles multiply: nothing.
+struct Nothing {
+    BATON_INLINE void operator()() const {}
+};
+
 // Rows, `stride` bytes apart, times the first `blocks` blocks of a panel; sums: [rows, PANEL], `sums_stride` bytes apart. HIGH: there
-// are more than TILE_ROWS. ADDS: to what the sums are.
-template <bool HIGH, class C, bool ADDS = false>
-void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, float *sums, size_t sums_stride, Ahead ahead) {
+// are more than TILE_ROWS. ADDS: to what the sums are. STREAMS: rows pass the nearest cache by, where the panel stays. beside(): with
+// each block.
+template <bool HIGH, class C, bool ADDS = false, bool STREAMS = false, class F = Nothing>
+void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, float *sums, size_t sums_stride, Ahead ahead,
+                    F beside = {}) {
     constexpr int BLOCK = TILE_DEPTH * PANEL, STEP_BYTES = 2 * PANEL * sizeof(Bf16);
     alignas(64) Bf16 widened[2][BLOCK];
     const char *low = reinterpret_cast<const char *>(x), *high = low + TILE_ROWS * stride;
@@ -116,14 +123,17 @@ void multiply_tiles(const Bf16 *x, size_t stride, const C *columns, int blocks, 
         const char *at = reinterpret_cast<const char *>(widened_block(columns, widened[block % 2]));
         _tile_loadd(6, at, STEP_BYTES);
         _tile_loadd(7, at + STEP_BYTES / 2, STEP_BYTES);
-        _tile_loadd(4, low, stride);
+        if constexpr (STREAMS) _tile_stream_loadd(4, low, stride);
+        else _tile_loadd(4, low, stride);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (HIGH) {
-            _tile_loadd(5, high, stride);
+            if constexpr (STREAMS) _tile_stream_loadd(5, high, stride);
+            else _tile_loadd(5, high, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        beside();
         columns += BLOCK, low += TILE_DEPTH * sizeof(Bf16), high += TILE_DEPTH * sizeof(Bf16);
     }
     _tile_stored(0, to, sums_stride);
