@@ -89,7 +89,7 @@ class PartOnTiles {
                 step++;
             };
             weigh(now, [&]() {
-                for (int half = ceil_div(steps, 2); half && step < steps; half--) take_step();
+                if (step < steps) take_step();
             });
             while (step < steps) take_step();
             if (has_before && before.begin != now.begin) done(before);
@@ -126,24 +126,23 @@ class PartOnTiles {
         multiply(queries, head_dim_ * sizeof(Bf16), keys, head_dim_ / TILE_DEPTH, pass.scores + panel * PANEL, TILE * sizeof(float), {}, {});
     }
 
-    // meanwhile: what else is to be done, called with every 16 queries.
+    // meanwhile: what else is to be done, called twice with every 16 queries.
     template <class Meanwhile> void weigh(const QueryPass &pass, Meanwhile &&meanwhile) const {
         const SeenTile &tile = tiles_[pass.tile];
         const float scale = 1.0f / std::sqrt(float(head_dim_));
         const bool do_all_see_all = tile.is_seen_by_all && tile.first * group_ <= pass.begin && pass.end <= tile.last * group_;
         uint64_t seen[LANES];
         for (int query = pass.begin; query < pass.end; query += LANES) {
-            meanwhile();
             const int num = std::min(LANES, pass.end - query);
             const size_t at = size_t(query - pass.begin) * TILE;
             const Sixteen some{pass.scores + at,    pass.weights + at, part_.greatest + query, part_.sums + query,
                                s_.shrink + query, seen,              num};
             if (do_all_see_all) {
-                weigh_sixteen<true>(some, scale);
+                weigh_sixteen<true>(some, scale, meanwhile);
                 continue;
             }
             for (int i = 0; i < num; i++) seen[i] = tile.seen(rows_, (query + i) / group_);
-            weigh_sixteen<false>(some, scale);
+            weigh_sixteen<false>(some, scale, meanwhile);
         }
     }
 

@@ -31,8 +31,9 @@ struct Sixteen {
     }
 };
 
-// What weigh (tile.h) does. Who sees nothing keeps what it has.
-template <bool ALL_SEE_ALL> void weigh_sixteen(const Sixteen &some, float scale) {
+// What weigh (tile.h) does. Who sees nothing keeps what it has. meanwhile(): called twice, each with so much left to do behind it that
+// what tiles then multiply is not waited for.
+template <bool ALL_SEE_ALL, class F> void weigh_sixteen(const Sixteen &some, float scale, F &&meanwhile) {
     constexpr float LOG2_E = 1.44269504088896341f;
     constexpr int VECTORS = TILE / LANES;
     const int num = some.num;
@@ -66,6 +67,7 @@ template <bool ALL_SEE_ALL> void weigh_sixteen(const Sixteen &some, float scale)
     store(add, below);
     store_some(some.greatest, greatest, num), store_some(some.shrink, shrink, num);
     for (int m = 0; m < LANES; m += 2) {
+        if (m % (LANES / 2) == LANES / 2 - 2) meanwhile();
         Floats sum[2 * VECTORS] = {};
         if (m < num) {
 #pragma GCC unroll 8
