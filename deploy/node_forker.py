@@ -123,4 +123,4 @@ def _end() -> NoReturn:
 
 
 if __name__ == "__main__":
-    end_process(main(int(sys.argv[1]), int(sys.argv[2])))
+    end_process(lambda: main(int(sys.argv[1]), int(sys.argv[2])))

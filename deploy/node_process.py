@@ -43,4 +43,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    end_process(lambda: main(sys.argv[1:]))

@@ -32,14 +32,11 @@ def main() -> None:
     if sys.stdout is None and sys.argv[1] not in _HEEDS_READERS:  # closed from the first: said to nobody
         sys.stdout = open(_STDOUT, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
     set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top
-    code: str | int | None = None
-    try:
-        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = end.code
-    if isinstance(code, str):
-        sys.exit(code)
-    end_process(code or 0)  # what it cannot write, the hook tells of
+    end_process(_command)  # what it cannot write, the hook tells of
+
+
+def _command() -> None:
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

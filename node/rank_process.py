@@ -103,4 +103,4 @@ def _run(job: RankJob, steps: IO[bytes], answers: TextIO) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

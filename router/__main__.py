@@ -31,4 +31,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -49,17 +49,24 @@ def fatal(message: str) -> NoReturn:
     raise SystemExit(EXIT_USAGE)
 
 
-def end_process(exit_code: int) -> NoReturn:
-    """End the process as `sys.exit` does, but leave its memory to the kernel.
+def end_process(main: Callable[[], object]) -> NoReturn:
+    """End the process with what `main` returns or exits with, as `sys.exit` does, but leave its memory to the kernel.
 
     Python would free what it has loaded object by object, which takes a second of a core behind torch. Who has registered with
-    atexit is called; threads that still run end where they stand.
+    atexit is called; threads that still run end where they stand. What else `main` raises is Python's to tell of.
     """
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    if code is not None and not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(exit_code)
+    os._exit(code or 0)
 
 
 def hold_standard_streams() -> None:

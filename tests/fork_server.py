@@ -50,15 +50,14 @@ def main(control_fd: int) -> None:
         _enter(descriptors.pop())
         _place(descriptors, asked["descriptors"])
         control = _for_children() if asked["has_children_forked"] else None
-    code: str | int | None = None
-    try:
-        _become(asked)
-    except SystemExit as end:
-        code = end.code
-    if isinstance(code, str):
-        sys.exit(code)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does
-    sys.modules["runtime.process"].end_process(code or 0)
+
+    def program() -> None:
+        try:
+            _become(asked)
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does
+
+    sys.modules["runtime.process"].end_process(program)
 
 
 def _load() -> None:

@@ -43,7 +43,8 @@ template <class C> struct TiledPass {
 
 // Up to TILED_ROWS rows times panels first .. last.
 template <class C>
-void linear_few_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last, Hold &hold) {
+void linear_few_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last,
+                         Hold &hold) {
     constexpr int TOGETHER = 4;  // rows whose sums are finished at a time
     const size_t size = panel_size<Bf16>(linear.in);
     alignas(64) float sums[TILED_ROWS * PANEL];
@@ -58,9 +59,10 @@ void linear_few_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, cons
 }
 
 constexpr size_t STAYS = 40 << 10;  // bytes of a panel that stay in the nearest cache, of 48 KB, if rows pass it by
+constexpr size_t HELD = 768 << 10;  // bytes of rows that stay in the next one, of 2 MB, beside panels and what is written
 
-// More of them. The sums of a pass are finished beside the products of the next one, which leave the rest of the core idle, and the
-// next panel is brought nearer.
+// More of them, in stretches that are held. The sums of a pass are finished beside the products of the next one, which leave the rest
+// of the core idle, and the next panel is brought nearer.
 template <class C>
 void linear_many_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last,
                           Tiles &tiles, Hold &hold) {
@@ -69,7 +71,7 @@ void linear_many_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, con
     const C *weight = static_cast<const C *>(linear.weight) + first * size;
     const Bf16 *unpacked = unpacked_panels<Bf16>(weight, (last - first) * size);
     const int blocks = linear.in / TILE_DEPTH, passes = ceil_div(num_rows, TILED_ROWS);
-    const size_t lines_a_block = ceil_div(BLOCK_STEPS * PANEL * 2 * sizeof(C) / 64, passes);
+    const int near = std::max(1, int(HELD / (TILED_ROWS * linear.in * sizeof(Bf16))));
     alignas(64) float sums[2][TILED_ROWS * PANEL];
     TiledPass<Bf16> before{linear, x, output, hold, unpacked, first, 0, 0, sums[1]};
     int finished = 0;
@@ -81,21 +83,27 @@ void linear_many_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, con
     auto finish_all = [&] {
         while (finished < before.num_rows) finish_some();
     };
-    for (int panel = first; panel < last; panel++) {
-        const char *next = reinterpret_cast<const char *>(weight + (panel + 1 - first) * size);
-        for (int number = 0; number < passes; number++) {
-            const int begin = number * TILED_ROWS, rows = std::min(TILED_ROWS, num_rows - begin);
-            const TiledPass<Bf16> pass{linear, x, output, hold, unpacked + (panel - first) * size, panel, begin, rows,
-                                       before.sums == sums[0] ? sums[1] : sums[0]};
-            Ahead ahead;
-            if (panel + 1 < num_panels(linear)) ahead = {0, next + number * blocks * lines_a_block * 64, lines_a_block * 64 / BLOCK_STEPS};
-            tiles.shape(rows);
-            if (rows <= TILE_ROWS) pass.multiply<false>(ahead, finish_some);
-            else if (size * sizeof(Bf16) <= STAYS) pass.multiply<true, true>(ahead, finish_some);
-            else pass.multiply<true>(ahead, finish_some);
-            finish_all();
-            before.columns = pass.columns, before.panel = panel, before.begin = begin, before.num_rows = rows, before.sums = pass.sums;
-            finished = 0;
+    for (int stretch = 0; stretch < passes; stretch += near) {
+        const int end = std::min(passes, stretch + near);
+        const size_t lines_a_block = ceil_div(BLOCK_STEPS * PANEL * 2 * sizeof(C) / 64, end - stretch);
+        for (int panel = first; panel < last; panel++) {
+            const bool has_next = panel + 1 < (end < passes ? last : num_panels(linear));
+            const char *next = reinterpret_cast<const char *>(weight + (panel + 1 - first) * size);
+            for (int number = stretch; number < end; number++) {
+                const int begin = number * TILED_ROWS, rows = std::min(TILED_ROWS, num_rows - begin);
+                const TiledPass<Bf16> pass{linear, x, output, hold, unpacked + (panel - first) * size, panel, begin, rows,
+                                           before.sums == sums[0] ? sums[1] : sums[0]};
+                Ahead ahead;
+                const size_t bytes_a_block = lines_a_block * 64;
+                if (has_next) ahead = {0, next + (number - stretch) * blocks * bytes_a_block, bytes_a_block / BLOCK_STEPS};
+                tiles.shape(rows);
+                if (rows <= TILE_ROWS) pass.multiply<false>(ahead, finish_some);
+                else if (size * sizeof(Bf16) <= STAYS) pass.multiply<true, true>(ahead, finish_some);
+                else pass.multiply<true>(ahead, finish_some);
+                finish_all();
+                before.columns = pass.columns, before.panel = panel, before.begin = begin, before.num_rows = rows;
+                before.sums = pass.sums, finished = 0;
+            }
         }
     }
     finish_all();

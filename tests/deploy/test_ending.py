@@ -7,6 +7,7 @@ import sys
 
 ENDED = """
 import atexit
+import sys
 from runtime.process import end_process
 
 class Held:
@@ -15,13 +16,15 @@ class Held:
 held = Held()
 atexit.register(print, "called")
 print("said")
-end_process(7)
+end_process(lambda: sys.exit(7) if sys.argv[1:] else 7)
 """
 
 
 def test_a_process_that_ends_says_all_and_calls_who_asked_for_it_and_leaves_its_memory_to_the_kernel() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "said\ncalled\n", "")
+    for words in ([], ["exits"]):
+        command = [sys.executable, "-c", ENDED, *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (7, "said\ncalled\n", "")
     full = ["bash", "-c", 'exec "$@" >/dev/full', "-", sys.executable, "-c", ENDED]
     ended = subprocess.run(full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode not in (0, 7) and "No space left on device" in ended.stderr
