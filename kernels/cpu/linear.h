@@ -42,7 +42,7 @@ struct Cut {
 };
 
 template <class T, class C> Cut cut_of(int num_rows) {
-    const bool is_direct = std::is_same_v<Unpacked<T>, C> || num_rows <= PASSES_UNPACKING * MAX_ROWS;
+    const bool is_direct = std::is_same_v<Ready<T>, C> || num_rows <= PASSES_UNPACKING * MAX_ROWS;
     const int panels = num_rows >= LARGE_BATCH ? MAX_PANELS : 1;
     return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
 }
@@ -101,7 +101,7 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
     const C *columns = static_cast<const C *>(linear.weight) + first * size;
     const char *at = reinterpret_cast<const char *>(columns + width * size);
 #if defined(__AVX512F__)
-    const T *unpacked = std::is_same_v<T, C> || !cut.is_direct ? unpacked_panels<T>(columns, width * size) : nullptr;
+    const Ready<T> *unpacked = std::is_same_v<Ready<T>, C> || !cut.is_direct ? unpacked_panels<T>(columns, width * size) : nullptr;
 #else
     if (!cut.is_direct)
         return linear_step_by_step(linear, x, num_rows, output, cut, first, columns, bytes_next ? columns + size : nullptr, hold);

@@ -88,17 +88,19 @@ constexpr size_t NEAR = 8192;  // bytes that a pass of few rows looks ahead
 
 #if defined(__AVX512F__)
 // Columns as rows have them. Where many rows want the same panels they are widened once, into memory of the thread.
-template <class T> const T *unpacked_panels(const T *columns, size_t) { return columns; }
-template <class T> const T *unpacked_panels(const Int8 *columns, size_t numbers) {
-    static thread_local Buffer buffer;
-    T *to = reinterpret_cast<T *>(buffer.at_least(numbers * sizeof(T)));
-    constexpr int W = Step<T>::WIDTH;
-    for (size_t at = 0; at < numbers; at += W * PANEL) {
-        Floats first, second;
-        PanelStep<T, Int8>::load_both(columns + at, first, second);
-        Step<T>::put(to + at, first), Step<T>::put(to + at + W * LANES, second);
+template <class T, class C> const Ready<T> *unpacked_panels(const C *columns, size_t numbers) {
+    if constexpr (std::is_same_v<C, Ready<T>>) return columns;
+    else {
+        static thread_local Buffer buffer;
+        auto *to = reinterpret_cast<Ready<T> *>(buffer.at_least(numbers * sizeof(Ready<T>)));
+        constexpr int W = Step<T>::WIDTH;
+        for (size_t at = 0; at < numbers; at += W * PANEL) {
+            Floats first, second;
+            PanelStep<T, C>::load_both(columns + at, first, second);
+            Step<Ready<T>>::put(to + at, first), Step<Ready<T>>::put(to + at + W * LANES, second);
+        }
+        return to;
     }
-    return to;
 }
 #endif
 

@@ -68,7 +68,7 @@ struct Int8 {
 template <class T, class C> struct PanelStep {
     static int place(int column, int w) { return column * Step<T>::WIDTH + w; }
     static BATON_INLINE void load_both(const C *from, Floats &first, Floats &second) {
-        first = Step<T>::columns(from), second = Step<T>::columns(from + Step<T>::WIDTH * LANES);
+        first = Step<C>::columns(from), second = Step<C>::columns(from + Step<T>::WIDTH * LANES);
     }
 };
 
@@ -148,6 +148,11 @@ template <int M, class F> BATON_INLINE void with_constant(int num, F &&f) {
 }
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Whether a row's numbers are made fp32 some steps at a time, before they are multiplied: else each would be with each panel.
+template <class T> constexpr bool IS_WIDENED = Step<T>::WIDTH == 1 && sizeof(T) == 2;
+// What a linear's columns are where more rows want them than make them so each for itself.
+template <class T> using Ready = std::conditional_t<IS_WIDENED<T>, float, T>;
 
 template <class T> constexpr int steps_of(int summed) { return ceil_div(summed, Step<T>::WIDTH); }
 
@@ -258,6 +263,13 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
     }
 }
 #else
+// The first `count` numbers of a row as fp32.
+template <class T> BATON_INLINE void widen(const T *row, int count, float *to) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(row + i));
+    for (; i < count; i++) to[i] = number_of(row[i]);
+}
+
 // Add one step to the sums. `at`: the step's columns in the first panel; `offset`: where the step is in a row.
 template <class T, class C, int M, int VECTORS>
 BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C *at, size_t panel, Floats (&sums)[M][VECTORS]) {
@@ -277,6 +289,24 @@ template <class T, int M, int PANELS, class C>
 BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
                               Ahead ahead = {}) {
     constexpr int W = Step<T>::WIDTH;
+    if constexpr (IS_WIDENED<T>) {
+        constexpr int STEPS = 128;
+        alignas(64) float wide[M][STEPS];
+        const float *row[M];
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) row[m] = wide[m];
+        for (int begin = 0; begin < steps; begin += STEPS) {
+            const int count = steps - begin < STEPS ? steps - begin : STEPS;
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) widen(rows[m] + begin, count, wide[m]);
+            for (int i = 0; i < count; i++) {
+                const C *at = columns + size_t(begin + i) * PANEL;
+                bring_ahead<PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), 1, ahead);
+                multiply_step(row, i, at, panel, sums);
+            }
+        }
+        return;
+    }
     const T *row[M];
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) row[m] = rows[m];
