@@ -69,7 +69,7 @@ def test_a_tiny_run_has_streams_and_long_prompts_on_both_sides(
 ) -> None:
     monkeypatch.setattr(Fleet, "popen", forked.Popen)
     path, plot = tmp_path / "interference.json", tmp_path / "interference.svg"
-    flags = "--streams 2 --prompt-tokens 96 --interval-s 0.2 --quiet-s 0.5 --loud-s 0.5 --rounds 1"
+    flags = "--streams 2 --prompt-tokens 96 --interval-s 0.2 --quiet-s 1 --loud-s 0.5 --rounds 1"
     assert main([*flags.split(), "--model", str(tiny_model), "--output", str(path), "--plot", str(plot)]) == 0
     result = json.loads(path.read_text())
     assert [each["side"] for each in result["sides"]] == ["apart", "mixed"]
