@@ -140,12 +140,9 @@ void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRo
             with_constant<MAX_DIRECT>(std::min(MAX_DIRECT, group - query), [&](auto constant) { pass(constant, query); });
     };
     Pace pace{stream, 2 * stream.chunks_of(start + first, high - first), group};
-#if defined(__AVX512F__)
-    const T *queries = rows.query(0);
-#else
-    const float *queries = s.queries;
-    widen(rows.query(0), num_heads * group * D, s.queries);
-#endif
+    const Ready<T> *queries;
+    if constexpr (std::is_same_v<T, Ready<T>>) queries = rows.query(0);
+    else widen(rows.query(0), num_heads * group * D, s.queries), queries = s.queries;
     for (int begin = first; begin < high; begin += LANES) {
         int share = key_chunks;
         passes([&](auto constant, int query) {

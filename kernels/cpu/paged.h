@@ -7,6 +7,7 @@ namespace baton {
 
 constexpr int TILE = 2 * PANEL;  // positions
 constexpr int PART = 2 * TILE;   // positions
+constexpr int MAX_HEAD_DIM = 1024;
 
 struct Span {
     int32_t first_row, num_rows, first_position;

@@ -1,7 +1,7 @@
 // Scores of a tile: queries times keys, by panels for many queries, on the keys where they lie for one row's.
 //
-// Both take the same sums in the same order. Where a step of a product is a cell of 4 bytes and CPUs have 16 of them in a
-// register, that order suits keys as they lie: cells 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of every 16 are a chain each, and
+// Both take the same sums in the same order. Where CPUs have 16 cells of 4 bytes in a register, a pair of bf16 or a number widened,
+// that order suits keys as they lie: cells 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of every 16 are a chain each, and
 //
 //     score = (chain 0 + chain 1) + (chain 2 + chain 3)
 //
@@ -21,13 +21,13 @@ constexpr bool HAS_QUARTERS = false;
 #endif
 
 template <class T> constexpr bool has_chains(int head_dim) {
-    return HAS_QUARTERS && Step<T>::WIDTH * sizeof(T) == 4 && head_dim % (LANES * Step<T>::WIDTH) == 0;
+    return HAS_QUARTERS && head_dim % (LANES * Step<T>::WIDTH) == 0;
 }
 // Whether keys can be multiplied where they lie.
 template <class T> constexpr bool scores_where_they_lie(int head_dim) { return HAS_QUARTERS ? has_chains<T>(head_dim) : head_dim % 16 == 0; }
 
 // scores[m][i] = query m times column i of a tile's two panels.
-template <class T, int M> void score_in_one_chain(const T *const *queries, const Unpacked<T> *panels, int head_dim, float *scores) {
+template <class T, int M> void score_in_one_chain(const T *const *queries, const Ready<T> *panels, int head_dim, float *scores) {
     const size_t panel = panel_size<T>(head_dim);
     for (int p = 0; p < 2; p += MAX_PANELS) {
         Floats sums[M][2 * MAX_PANELS];
@@ -134,7 +134,7 @@ template <class T, int M> void score_panels(const T *const *queries, const float
     score_in_one_chain<T, M>(queries, panels, head_dim, scores);
 }
 #else
-template <class T, int M> void score_panels(const T *const *queries, const T *panels, int head_dim, float *scores) {
+template <class T, int M> void score_panels(const T *const *queries, const Ready<T> *panels, int head_dim, float *scores) {
     if (!has_chains<T>(head_dim)) return score_in_one_chain<T, M>(queries, panels, head_dim, scores);
     constexpr int W = Step<T>::WIDTH;
     const size_t panel = panel_size<T>(head_dim);
@@ -143,8 +143,12 @@ template <class T, int M> void score_panels(const T *const *queries, const T *pa
         for (int m = 0; m < M; m++)
             for (int v = 0; v < 4; v++) store(to + m * TILE + v * LANES, combined(m * TILE + v * LANES, sums[m][v]));
     };
-    const T *rows[M];
-    for (int m = 0; m < M; m++) rows[m] = queries[m];
+    alignas(64) float wide[IS_WIDENED<T> ? M : 1][IS_WIDENED<T> ? MAX_HEAD_DIM : 1];
+    const Ready<T> *rows[M];
+    for (int m = 0; m < M; m++) {
+        if constexpr (IS_WIDENED<T>) widen(queries[m], head_dim, wide[m]), rows[m] = wide[m];
+        else rows[m] = queries[m];
+    }
     float third[M * TILE];
     for (int chain = 0; chain < 4; chain++) {
         clear(sums);
@@ -160,8 +164,8 @@ template <class T, int M> void score_panels(const T *const *queries, const T *pa
 
 // Four rows of 16 cells: afterwards quarter q of columns[i] is cell 4 q + i of all four.
 template <class T> BATON_INLINE void transpose_quarters(const T *const *rows, size_t offset, Floats (&columns)[4]) {
-    const __m512 a = _mm512_loadu_ps(rows[0] + offset), b = _mm512_loadu_ps(rows[1] + offset);
-    const __m512 c = _mm512_loadu_ps(rows[2] + offset), d = _mm512_loadu_ps(rows[3] + offset);
+    auto cells = [&](int row) __attribute__((always_inline)) { return (__m512)cells_of(rows[row] + offset); };
+    const __m512 a = cells(0), b = cells(1), c = cells(2), d = cells(3);
     const __m512d ab = (__m512d)_mm512_unpacklo_ps(a, b), cd = (__m512d)_mm512_unpacklo_ps(c, d);
     const __m512d ab_high = (__m512d)_mm512_unpackhi_ps(a, b), cd_high = (__m512d)_mm512_unpackhi_ps(c, d);
     columns[0] = (Floats)_mm512_unpacklo_pd(ab, cd);
@@ -175,12 +179,12 @@ BATON_INLINE Floats add_quarters(Floats a, Floats b) {
     return (Floats)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (Floats)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
 }
 
-// Scores of M queries of each head and 16 rows of keys. A head's queries are `query_stride` numbers behind the last one's, its
+// Scores of M queries of each head and 16 rows of keys. A head's queries, as keys are multiplied, are `query_stride` numbers behind the last one's, its
 // scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
 template <class T, int M>
-void score_where_they_lie(const T *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim, float *scores,
-                          size_t score_stride, Nearer ahead) {
-    constexpr int W = Step<T>::WIDTH, PAIR = 2;
+void score_where_they_lie(const Ready<T> *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim,
+                          float *scores, size_t score_stride, Nearer ahead) {
+    constexpr int W = Step<T>::WIDTH, PAIR = 2, EVERY = 64 / sizeof(T);  // numbers of 8 rows that are 8 lines
     for (int head = 0; head < num_heads; head++, queries += query_stride, scores += score_stride) {
         Floats halves[2][M];
 #pragma GCC unroll 2
@@ -191,7 +195,7 @@ void score_where_they_lie(const T *queries, size_t query_stride, const T *const 
             Floats sums[M][PAIR];
             clear(sums);
             for (int at = 0; at < head_dim; at += LANES * W) {
-                bring(ahead++);
+                if (at % EVERY == 0) bring(ahead++);
                 Floats columns[PAIR][4];
 #pragma GCC unroll 2
                 for (int p = 0; p < PAIR; p++) transpose_quarters(rows[p], size_t(head) * head_dim + at, columns[p]);
@@ -204,7 +208,7 @@ void score_where_they_lie(const T *queries, size_t query_stride, const T *const 
                     for (int m = 0; m < M; m++) {
                         const Floats spread = (Floats)_mm512_shuffle_epi32(cells[m], _MM_PERM_ENUM(i * 0x55));
 #pragma GCC unroll 2
-                        for (int p = 0; p < PAIR; p++) sums[m][p] = Step<T>::add(sums[m][p], columns[p][i], spread);
+                        for (int p = 0; p < PAIR; p++) sums[m][p] = Step<Ready<T>>::add(sums[m][p], columns[p][i], spread);
                     }
             }
 #pragma GCC unroll 4

@@ -50,7 +50,7 @@ template <class T> constexpr bool is_on_tiles(int head_dim) { return HAS_TILES<T
 
 // One thread's memory.
 template <class T> struct Scratch {
-    Unpacked<T> *keys;  // [2 panels]; of two tiles, where they are multiplied on tiles
+    Ready<T> *keys;  // [2 panels]; of two tiles, where they are multiplied on tiles
     float *sums;      // [num_heads, head_dim]
     float *queries;   // [num_heads, head_dim], widened
     Mixable<T> *values;   // [padded / PANEL] panels of TILE positions; of all KV heads, where they are multiplied on tiles
@@ -67,13 +67,13 @@ template <class T> struct Scratch {
     // Enough for any T, if T is float.
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2), all_queries = queries + SPARE_QUERIES;
-        return (HAS_TILES<Bf16> ? 4 : 2) * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
+        return (HAS_TILES<Bf16> ? 4 : 2) * panel_size<T>(cache.head_dim) * sizeof(Ready<T>) +
                (2 * cache.num_heads * cache.head_dim + values_size(cache) + all_queries * (2 * TILE + 1) + 2 * mixed) * 4 +
                (packed_size(cache, all_queries) * sizeof(Bf16) + cache.padded() * TILED_ROWS * sizeof(float)) * HAS_TILES<Bf16> + 11 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2), all_queries = queries + SPARE_QUERIES;
-        keys = take<Unpacked<T>>(memory, (HAS_TILES<T> ? 4 : 2) * panel_size<T>(cache.head_dim));
+        keys = take<Ready<T>>(memory, (HAS_TILES<T> ? 4 : 2) * panel_size<T>(cache.head_dim));
         sums = take<float>(memory, cache.num_heads * cache.head_dim);
         this->queries = take<float>(memory, cache.num_heads * cache.head_dim);
         values = take<Mixable<T>>(memory, values_size(cache));

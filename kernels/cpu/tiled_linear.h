@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "pass.h"
 #include "tiles.h"
@@ -61,52 +62,64 @@ void linear_few_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, cons
 constexpr size_t STAYS = 40 << 10;  // bytes of a panel that stay in the nearest cache, of 48 KB, if rows pass it by
 constexpr size_t HELD = 768 << 10;  // bytes of rows that stay in the next one, of 2 MB, beside panels and what is written
 
-// More of them, in stretches that are held. The sums of a pass are finished beside the products of the next one, which leave the rest
-// of the core idle, and the next panel is brought nearer.
+// The pass before: its sums are finished, some rows at a time, beside the products of the next one, which leave the rest of the core
+// idle.
+template <class C> class Unfinished {
+  public:
+    void take(const TiledPass<C> &pass) {
+        all();
+        pass_.emplace(pass), left_ = pass.num_rows;
+    }
+    BATON_INLINE void some() {
+        if (left_ == 0) return;
+        const int first = pass_->num_rows - left_;
+        if (left_ >= TOGETHER) pass_->template finish<TOGETHER>(first), left_ -= TOGETHER;
+        else pass_->template finish<1>(first), left_ = 0;
+    }
+    void all() {
+        while (left_) some();
+    }
+
+  private:
+    static constexpr int TOGETHER = 2;
+
+    std::optional<TiledPass<C>> pass_;
+    int left_ = 0;  // rows
+};
+
+// More of them, in stretches that are held; while one goes through a panel, the next panel is brought nearer.
 template <class C>
 void linear_many_on_tiles(const Linear &linear, const Bf16 *x, int num_rows, const Output<Bf16> &output, int first, int last,
                           Tiles &tiles, Hold &hold) {
-    constexpr int TOGETHER = 2;
     const size_t size = panel_size<Bf16>(linear.in);
     const C *weight = static_cast<const C *>(linear.weight) + first * size;
     const Bf16 *unpacked = unpacked_panels<Bf16>(weight, (last - first) * size);
     const int blocks = linear.in / TILE_DEPTH, passes = ceil_div(num_rows, TILED_ROWS);
-    const int near = std::max(1, int(HELD / (TILED_ROWS * linear.in * sizeof(Bf16))));
+    const int held = std::max(1, int(HELD / (TILED_ROWS * linear.in * sizeof(Bf16))));  // passes of a stretch
     alignas(64) float sums[2][TILED_ROWS * PANEL];
-    TiledPass<Bf16> before{linear, x, output, hold, unpacked, first, 0, 0, sums[1]};
-    int finished = 0;
-    auto finish_some = [&]() __attribute__((always_inline)) {
-        if (before.num_rows - finished >= TOGETHER) before.finish<TOGETHER>(finished);
-        else if (finished < before.num_rows) before.finish<1>(finished);
-        finished += TOGETHER;
-    };
-    auto finish_all = [&] {
-        while (finished < before.num_rows) finish_some();
-    };
-    for (int stretch = 0; stretch < passes; stretch += near) {
-        const int end = std::min(passes, stretch + near);
-        const size_t lines_a_block = ceil_div(BLOCK_STEPS * PANEL * 2 * sizeof(C) / 64, end - stretch);
+    Unfinished<Bf16> before;
+    int turn = 0;
+    for (int stretch = 0; stretch < passes; stretch += held) {
+        const int end = std::min(passes, stretch + held);
+        const size_t bytes_a_block = ceil_div(BLOCK_STEPS * PANEL * 2 * sizeof(C) / 64, end - stretch) * 64;
         for (int panel = first; panel < last; panel++) {
             const bool has_next = panel + 1 < (end < passes ? last : num_panels(linear));
             const char *next = reinterpret_cast<const char *>(weight + (panel + 1 - first) * size);
-            for (int number = stretch; number < end; number++) {
+            for (int number = stretch; number < end; number++, turn ^= 1) {
                 const int begin = number * TILED_ROWS, rows = std::min(TILED_ROWS, num_rows - begin);
-                const TiledPass<Bf16> pass{linear, x, output, hold, unpacked + (panel - first) * size, panel, begin, rows,
-                                           before.sums == sums[0] ? sums[1] : sums[0]};
+                const TiledPass<Bf16> pass{linear, x, output, hold, unpacked + (panel - first) * size, panel, begin, rows, sums[turn]};
                 Ahead ahead;
-                const size_t bytes_a_block = lines_a_block * 64;
                 if (has_next) ahead = {0, next + (number - stretch) * blocks * bytes_a_block, bytes_a_block / BLOCK_STEPS};
+                auto beside = [&]() __attribute__((always_inline)) { before.some(); };
                 tiles.shape(rows);
-                if (rows <= TILE_ROWS) pass.multiply<false>(ahead, finish_some);
-                else if (size * sizeof(Bf16) <= STAYS) pass.multiply<true, true>(ahead, finish_some);
-                else pass.multiply<true>(ahead, finish_some);
-                finish_all();
-                before.columns = pass.columns, before.panel = panel, before.begin = begin, before.num_rows = rows;
-                before.sums = pass.sums, finished = 0;
+                if (rows <= TILE_ROWS) pass.multiply<false>(ahead, beside);
+                else if (size * sizeof(Bf16) <= STAYS) pass.multiply<true, true>(ahead, beside);
+                else pass.multiply<true>(ahead, beside);
+                before.take(pass);
             }
         }
     }
-    finish_all();
+    before.all();
 }
 
 // Panels first .. last on tiles.

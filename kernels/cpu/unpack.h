@@ -6,11 +6,11 @@
 namespace baton {
 
 #if defined(__AVX512F__)
-// 16 rows of 16 cells of 4 bytes become 16 columns, `stride` cells apart.
-BATON_INLINE void transpose(const void *const *rows, size_t offset, char *to, size_t stride) {
+// 16 rows of 16 cells of 4 bytes become 16 columns, `stride` bytes apart.
+template <class T> BATON_INLINE void transpose(const T *const *rows, size_t offset, char *to, size_t stride) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(static_cast<const char *>(rows[i]) + offset);
+    for (int i = 0; i < 16; i++) a[i] = (__m512i)cells_of(rows[i] + offset);
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -40,17 +40,19 @@ BATON_INLINE void transpose(const void *const *rows, size_t offset, char *to, si
 }
 
 // Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
-template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel, int column) {
+template <class T> void unpack_keys(const T *const *rows, int head_dim, Ready<T> *panel, int column) {
     constexpr int W = Step<T>::WIDTH;
     const int steps = head_dim / W;
     int step = 0;
-    if constexpr (W * sizeof(T) == 4)
-        for (; step + LANES <= steps; step += LANES)
-            transpose(reinterpret_cast<const void *const *>(rows), step * 4,
-                      reinterpret_cast<char *>(panel + (size_t(step) * PANEL + column) * W), PANEL * 4);
+    for (; step + LANES <= steps; step += LANES)
+        transpose(rows, step * W, reinterpret_cast<char *>(panel + (size_t(step) * PANEL + column) * W), PANEL * 4);
     for (; step < steps; step++)
         for (int i = 0; i < LANES; i++)
-            for (int w = 0; w < W; w++) panel[(size_t(step) * PANEL + column + i) * W + w] = rows[i][step * W + w];
+            for (int w = 0; w < W; w++) {
+                Ready<T> &cell = panel[(size_t(step) * PANEL + column + i) * W + w];
+                if constexpr (std::is_same_v<T, Ready<T>>) cell = rows[i][step * W + w];
+                else cell = number_of(rows[i][step * W + w]);
+            }
 }
 #else
 // Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
@@ -104,10 +106,10 @@ struct AheadOfTile {
 
 // Bring one KV head's tile into the form that products take; keys that it lacks are zero. ahead: what to bring nearer meanwhile.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Unpacked<T> *to_keys, Mixable<T> *to_values, AheadOfTile &ahead) {
+void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Ready<T> *to_keys, Mixable<T> *to_values, AheadOfTile &ahead) {
     constexpr int W = Step<Mixable<T>>::WIDTH;
     const int D = cache.head_dim;
-    static const T nothing[1024] = {};
+    static const T nothing[MAX_HEAD_DIM] = {};
     const T *rows[LANES], *values[LANES];
     const int chunks = ceil_div(ahead.count, std::max(tile.count, 1));  // a position
     for (int begin = 0; begin < TILE; begin += LANES) {
