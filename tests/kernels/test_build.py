@@ -20,6 +20,7 @@ from kernels.cpu_build import (
     cpu_kind,
     library_path,
     usable_variants,
+    variants_for,
 )
 from tests.kernels.back_ends import COMPILED, REFERENCE
 
@@ -39,6 +40,18 @@ def test_cpus_on_which_a_library_may_choose_unlike_products_have_unlike_kinds() 
     others = {kind, *(cpu_kind(CPUINFO.replace("avx2", more)) for more in ("avx2 avx512_bf16", "sse4_1"))}
     assert len(others) == 3 and cpu_kind("model : 2\n" + CPUINFO) not in others
     assert cpu_kind("CPU part : 1") != cpu_kind("CPU part : 2")
+
+
+@pytest.mark.covers("M04")
+def test_each_maker_s_cpus_get_what_is_fastest_on_them_first() -> None:
+    def names(vendor: str, without: str = "") -> list[str]:
+        flags = sorted(X86_VARIANTS[0].cpu_flags - {without})
+        return [each.name for each in variants_for(f"vendor_id\t: {vendor}\nflags\t\t: {' '.join(flags)}\n")]
+
+    assert names("AuthenticAMD", without="amx_tile") == ["avx512bf16", "avx512", "avx2"]
+    assert names("GenuineIntel") == ["amx", "avx512", "avx512bf16", "avx2"]
+    assert names("GenuineIntel", without="avx512_bf16") == ["avx512", "avx2"]
+    assert names("AuthenticAMD", without="avx512f") == names("GenuineIntel", without="avx512f") == ["avx2"]
 
 
 @pytest.mark.covers("M04")
