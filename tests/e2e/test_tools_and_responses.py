@@ -148,8 +148,9 @@ def test_a_killed_decode_node_shows_in_no_call_and_in_no_response(cluster: RoleB
                     if len(deltas) == NUM_BEFORE:
                         on_begun()
             final = stream.get_final_response()
-        assert "".join(deltas) == final.output_text
-        return final.output_text
+        text = "".join(deltas)
+        assert text == final.output_text
+        return text
 
     for ask in (called, said):
         assert killed_while(cluster, ask) == ask(lambda: None)

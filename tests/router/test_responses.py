@@ -58,7 +58,7 @@ def put_together(events: list[ResponseStreamEvent]) -> Response:
             assert event.item.type in ("message", "function_call") and event.item.status == "in_progress"
             open_index, items[event.output_index] = event.output_index, ""
             continue
-        assert event.output_index == open_index, event  # type: ignore[union-attr]
+        assert event.output_index == open_index, event
         match event.type:
             case "response.output_text.delta" | "response.function_call_arguments.delta":
                 items[event.output_index] += event.delta
@@ -67,15 +67,15 @@ def put_together(events: list[ResponseStreamEvent]) -> Response:
             case "response.function_call_arguments.done":
                 assert event.arguments == items[event.output_index]
             case "response.content_part.added":
-                assert event.part.text == ""  # type: ignore[union-attr]
+                assert event.part.text == ""
             case "response.content_part.done":
-                assert event.part.text == items[event.output_index]  # type: ignore[union-attr]
+                assert event.part.text == items[event.output_index]
             case "response.output_item.done":
                 items[event.output_index], open_index = event.item, None
             case _:
                 pytest.fail(event.type)
     assert open_index is None
-    response: Response = events[-1].response  # type: ignore[union-attr]
+    response: Response = events[-1].response
     assert list(items.values()) == response.output
     assert events[-1].type == f"response.{response.status}"
     return response
@@ -167,7 +167,7 @@ def test_what_max_output_tokens_cuts_off_is_incomplete(model: Path, stream: bool
             assert response.incomplete_details and response.incomplete_details.reason == "max_output_tokens"
             message, call = response.output
             assert call.type == "function_call" and call.arguments == '{"ci'
-            assert (message.status, call.status) == ("completed", "incomplete")  # type: ignore[union-attr]
+            assert (message.status, call.status) == ("completed", "incomplete")
 
     play(model, scenario, replying(said))
 
