@@ -19,19 +19,21 @@ struct Linear {
 
 inline int num_panels(const Linear &linear) { return ceil_div(linear.gated ? 2 * linear.out : linear.out, PANEL); }
 
+// exp(-x), as far as T tells.
+template <class T> BATON_INLINE Floats exponential_of_minus(Floats x) { return exponential(-x); }
+#if defined(__AVX512BF16__)
+template <> BATON_INLINE Floats exponential_of_minus<Bf16>(Floats x) {
+    constexpr float LOG2_E = 1.44269504088896341f;
+    Floats power[1] = {at_most(120.0f, x * -LOG2_E)};
+    rough_powers_below(power);
+    return power[0];
+}
+#endif
+
 // silu(gate) * up, rounded where the reference rounds.
 template <class T> BATON_INLINE Floats gated(Floats gate, Floats up) {
     gate = rounded<T>(gate);
-    Floats power[1];
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, Bf16>) {
-        constexpr float LOG2_E = 1.44269504088896341f;
-        power[0] = at_most(120.0f, gate * -LOG2_E);
-        rough_powers_below(power);
-    } else
-#endif
-        power[0] = exponential(-gate);
-    return rounded<T>(gate / (power[0] + 1.0f)) * rounded<T>(up);
+    return rounded<T>(gate / (exponential_of_minus<T>(gate) + 1.0f)) * rounded<T>(up);
 }
 
 template <class T> struct Output {
