@@ -14,7 +14,6 @@ namespace baton {
 
 constexpr size_t STRIPE = 64;  // bytes
 constexpr size_t STRIPES_A_BLOCK = 16;
-constexpr size_t COPY_AHEAD = 2048;  // bytes between what is asked for and what is read
 constexpr int SECRET_WORDS = 24;
 
 // One piece to copy; places are bytes from where all pieces' sources, and all their destinations, are counted.
@@ -89,10 +88,21 @@ class Digest {
     };
 };
 
+// How what is read is asked for: into which cache, and how many bytes ahead. As AMD's CPUs like it, past the caches; with that Intel's
+// take 2.5 times as long as with the other way.
+struct PastCaches {
+    static constexpr auto HINT = _MM_HINT_NTA;
+    static constexpr size_t AHEAD = 2048;
+};
+struct IntoSecondCache {
+    static constexpr auto HINT = _MM_HINT_T1;
+    static constexpr size_t AHEAD = 4096;
+};
+
 // Copies whole stripes to where lines begin, each shown to `see` between its load and its store.
-template <class See> BATON_INLINE void copy_stripes(char *to, const char *from, size_t num_bytes, See &&see) {
+template <class Asks, class See> BATON_INLINE void copy_stripes(char *to, const char *from, size_t num_bytes, See &&see) {
     for (size_t byte = 0; byte < num_bytes; byte += STRIPE) {
-        _mm_prefetch(from + byte + COPY_AHEAD, _MM_HINT_NTA);
+        _mm_prefetch(from + byte + Asks::AHEAD, Asks::HINT);
         __m256i stripe[2];
         for (int half = 0; half < 2; half++)
             stripe[half] = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + byte) + half);
@@ -103,16 +113,27 @@ template <class See> BATON_INLINE void copy_stripes(char *to, const char *from, 
     }
 }
 
-BATON_INLINE uint64_t copy_hashed(char *to, const char *from, size_t num_bytes, uint64_t seed) {
+template <class Asks> BATON_INLINE uint64_t copy_hashed(char *to, const char *from, size_t num_bytes, uint64_t seed) {
     Digest digest(seed);
     const size_t last = num_bytes - STRIPE;
-    copy_stripes(to, from, num_bytes, [&](const __m256i *stripe, size_t byte) {
+    copy_stripes<Asks>(to, from, num_bytes, [&](const __m256i *stripe, size_t byte) {
         if (byte == last) return digest.add_last(stripe);
         const size_t word = byte / STRIPE % STRIPES_A_BLOCK;
         digest.add(stripe, word);
         if (word == STRIPES_A_BLOCK - 1) digest.scramble();
     });
     return digest.of(num_bytes);
+}
+
+// Pieces one after the other; digests: of each, where there are seeds.
+template <class Asks>
+void copy_pieces(char *to, const char *from, const CopyPiece *pieces, int num_pieces, const uint64_t *seeds, uint64_t *digests) {
+    for (int i = 0; i < num_pieces; i++) {
+        const CopyPiece &piece = pieces[i];
+        if (seeds) digests[i] = copy_hashed<Asks>(to + piece.to, from + piece.from, size_t(piece.num_bytes), seeds[i]);
+        else copy_stripes<Asks>(to + piece.to, from + piece.from, size_t(piece.num_bytes), [](const __m256i *, size_t) {});
+    }
+    _mm_sfence();
 }
 
 }  // namespace baton

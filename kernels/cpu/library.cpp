@@ -178,12 +178,8 @@ int baton_decode(Workspace *workspace, const Stack *stack, const Cache *cache, c
 // Copies pieces that begin where lines do and are of whole stripes; with seeds, each of over 240 bytes, digests are of what was
 // written.
 void baton_copy(char *to, const char *from, const CopyPiece *pieces, int num_pieces, const uint64_t *seeds, uint64_t *digests) {
-    for (int i = 0; i < num_pieces; i++) {
-        const CopyPiece &piece = pieces[i];
-        if (seeds) digests[i] = copy_hashed(to + piece.to, from + piece.from, size_t(piece.num_bytes), seeds[i]);
-        else copy_stripes(to + piece.to, from + piece.from, size_t(piece.num_bytes), [](const __m256i *, size_t) {});
-    }
-    _mm_sfence();
+    const auto copy = is_amd() ? copy_pieces<PastCaches> : copy_pieces<IntoSecondCache>;
+    copy(to, from, pieces, num_pieces, seeds, digests);
 }
 
 }  // extern "C"

@@ -28,8 +28,7 @@ template <class T, int PANELS, class C, int M = max_rows(PANELS)> void linear_ro
 // ahead by itself. Intel's do not look that far: unasked, one row took 1.3 to 1.6 of the time.
 inline int rows_that_ask() {
 #if defined(__AVX512F__)
-    static const bool looks_ahead = __builtin_cpu_is("amd");
-    return looks_ahead ? 5 : 1;
+    return is_amd() ? 5 : 1;
 #else
     return 1;
 #endif

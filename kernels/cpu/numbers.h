@@ -14,6 +14,12 @@ namespace baton {
 
 constexpr int LANES = 16;
 
+// Whose CPU this is: prefetchers, and what becomes of requests, are unlike each other.
+inline bool is_amd() {
+    static const bool is = __builtin_cpu_is("amd");
+    return is;
+}
+
 struct Bf16 {
     uint16_t bits;
 };
