@@ -5,7 +5,7 @@
 // only until that level has taken the request, and that level has twice as many. Where there is no place a request is dropped. So
 // every line is asked for three times: far ahead into the second level, later into the first, and close before it is read.
 // While a tile is gone through, as many chunks are asked for as it has: fewer, and requests come too late in the end, more, and
-// what they bring is gone again before it is read. CPUs with AMX are asked twice: the request between cost them more than it brought.
+// what they bring is gone again before it is read. Intel's CPUs are asked twice: the request between cost them more than it brought.
 // Of each page, one line is asked for some blocks earlier: its address is then translated when the others are wanted.
 #pragma once
 
@@ -32,11 +32,11 @@ BATON_INLINE void bring_close(const char *chunk) {
 // A place in the list of chunks in the order in which they will be read.
 using Nearer = const char *const *;
 
-#if defined(__AMX_BF16__)
-BATON_INLINE void bring(Nearer at) { bring_far(*at), bring_close(at[-NUM_FAR]); }
-#else
-BATON_INLINE void bring(Nearer at) { bring_far(*at), bring_close(at[-NUM_FAR / 2]), bring_close(at[-NUM_FAR]); }
-#endif
+BATON_INLINE void bring(Nearer at) {
+    bring_far(*at);
+    if constexpr (!IS_INTELS) bring_close(at[-NUM_FAR / 2]);
+    bring_close(at[-NUM_FAR]);
+}
 
 class KvStream {
   public:
