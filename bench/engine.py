@@ -72,7 +72,7 @@ class EngineConfig:
             raise ValueError(f"--shape {self.shape}: must be one of {', '.join(SIZES)}")
         for name in ("batches", "contexts"):
             _numbers(name, getattr(self, name))
-        _chunks(self.chunks)
+        parse_chunks(self.chunks)
         check_files(self.output)
         if (self.device, self.kernels) == ("cpu", "cpu"):
             check_kernels()
@@ -133,7 +133,7 @@ def _measured(config: EngineConfig, console: Console) -> tuple[list[Figures], di
 
     batches, contexts = _numbers("batches", config.batches), _numbers("contexts", config.contexts)
     cases = [Case(batch, context) for context in contexts for batch in batches]
-    cases += [Case(0, context, chunk) for chunk, context in _chunks(config.chunks)]
+    cases += [Case(0, context, chunk) for chunk, context in parse_chunks(config.chunks)]
     model, device = _loaded(config)
     if model.shortfall:
         console.print(f"warning: {model.shortfall}")
@@ -294,7 +294,8 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _chunks(text: str) -> list[tuple[int, int]]:
+def parse_chunks(text: str) -> list[tuple[int, int]]:
+    """The (tokens, context) pairs of --chunks. ValueError: they are none."""
     try:
         pairs = [(int(chunk), int(context)) for chunk, context in (part.split(":") for part in text.split(",") if part)]
     except ValueError:

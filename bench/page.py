@@ -1,6 +1,6 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8, peers and
+Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8, peers, variants and
 kernels. Pure but for the files.
 """
 
@@ -210,6 +210,23 @@ def _grammar_step(result: Result) -> Iterator[str]:
     yield from _table(("rows", "bound by", "ms of a step", "ratio", "beside, µs a row"), rows)
 
 
+def _variants(result: Result) -> Iterator[str]:
+    settings, cases = result["settings"], result["cases"]
+    first, *others = cases[0]["step_s"]
+    weights = ", weights in 8 bits" if settings["weight_dtype"] == "int8" else ""
+    yield (
+        f"`{settings['shape']}`, {result['dtype']}{weights}, {settings['threads']} compute thread(s), by turns; milliseconds of a "
+        f"step, medians over rounds. A node takes `{first}` here; ratios are to it, in the same round."
+    )
+    yield ""
+    heads = ("step", first, *(head for other in others for head in (other, "ratio")))
+    rows = []
+    for each in cases:
+        cells = [cell for other in others for cell in (_ms(each["step_s"][other]), f"{each['ratio'][other]:.2f}")]
+        rows.append((each["case"], _ms(each["step_s"][first]), *cells))
+    yield from _table(heads, rows)
+
+
 def _peers(result: Result) -> Iterator[str]:
     settings = result["settings"]
     weights = "bf16" if settings["weights"] == "bf16" else "in 8 bits, of Baton and llama.cpp (`q8_0`)"
@@ -321,6 +338,7 @@ PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "int8": ("What weights in 8 bits lose", _int8),
     "kernels": ("Kernels beside torch's own", _kernels),
     "peers": ("Served tokens beside vLLM, llama.cpp and transformers", _peers),
+    "variants": ("Compiled variants of the kernels on one CPU", _variants),
 }
 
 
