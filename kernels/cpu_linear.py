@@ -1,4 +1,4 @@
-"""A weight as the compiled library multiplies by it: in panels (kernels/cpu/product.h), in full or in 8 bits."""
+"""A weight as the compiled library multiplies by it: in panels (kernels/cpu/panels.h), in full or in 8 bits."""
 
 from __future__ import annotations
 

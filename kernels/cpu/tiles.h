@@ -1,6 +1,6 @@
 // Rows of bf16 times packed columns on AMX's tiles: 16 rows by 32 numbers times 32 by 16, as one instruction.
 //
-// A panel (product.h) is two tiles of columns side by side: 16 steps of it are 32 numbers of the summed dimension. Each sum is one
+// A panel (panels.h) is two tiles of columns side by side: 16 steps of it are 32 numbers of the summed dimension. Each sum is one
 // chain over blocks of 32, as the instruction adds them up (of each block first its even numbers and its odd ones by themselves),
 // then over the steps that fill no block, as everywhere else: the same for one row and for many.
 #pragma once
