@@ -25,7 +25,6 @@ from kernels.cpu_build import library_path, usable_variants
 from runtime.config import knob, load, set_thread_environment
 
 if TYPE_CHECKING:
-    from bench.engine_steps import Case
     from engine.model import Model
 
 PROG: Final = "python -m bench.variants"
@@ -97,7 +96,7 @@ def _measure(config: VariantsConfig, console: Console) -> Comparison:
     first = next(iter(models.values()))
     console.print(f"{config.shape}, {first.dtype}, {config.threads} threads; a node here takes {next(iter(models))}")
     contexts, batches = whole_numbers("--contexts", config.contexts), whole_numbers("--batches", config.batches)
-    cases: list[Case] = [Case(batch, context) for context in contexts for batch in batches]
+    cases = [Case(batch, context) for context in contexts for batch in batches]
     cases += [Case(0, context, chunk) for chunk, context in parse_chunks(config.chunks)]
     memory = random_memory(first, _BLOCK_SIZE, cases)
     figures = []

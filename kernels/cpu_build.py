@@ -88,10 +88,8 @@ def usable_variants() -> tuple[Variant, ...]:
 
 def variants_for(cpuinfo: str) -> tuple[Variant, ...]:
     """What the CPU that has this /proc/cpuinfo can run, best first."""
-    is_intel = _first_cpu(cpuinfo).get("vendor_id") == "GenuineIntel"
-    return tuple(
-        each for each in (_INTEL_VARIANTS if is_intel else X86_VARIANTS) if each.cpu_flags <= cpu_flags(cpuinfo)
-    )
+    is_intel, found = _first_cpu(cpuinfo).get("vendor_id") == "GenuineIntel", cpu_flags(cpuinfo)
+    return tuple(each for each in (_INTEL_VARIANTS if is_intel else X86_VARIANTS) if each.cpu_flags <= found)
 
 
 def compiled_variant() -> Variant | None:

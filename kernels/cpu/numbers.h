@@ -14,7 +14,8 @@ namespace baton {
 
 constexpr int LANES = 16;
 
-// Whose CPU this is: prefetchers, and what becomes of requests, are unlike each other. AMD's with AVX-512 have its bf16, and none has AMX.
+// Whose CPU this is: prefetchers, and what becomes of requests, are unlike each other. AMD's with AVX-512 have its bf16, and none
+// has AMX.
 #if defined(__AMX_BF16__) || (defined(__AVX512F__) && !defined(__AVX512BF16__))
 constexpr bool IS_INTELS = true;  // such a variant is run by no other
 #else

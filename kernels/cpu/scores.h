@@ -179,8 +179,8 @@ BATON_INLINE Floats add_quarters(Floats a, Floats b) {
     return (Floats)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (Floats)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
 }
 
-// Scores of M queries of each head and 16 rows of keys. A head's queries, as keys are multiplied, are `query_stride` numbers behind the last one's, its
-// scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
+// Scores of M queries of each head and 16 rows of keys. A head's queries, as keys are multiplied, are `query_stride` numbers behind
+// the last one's, its scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
 template <class T, int M>
 void score_where_they_lie(const Ready<T> *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim,
                           float *scores, size_t score_stride, Nearer ahead) {
