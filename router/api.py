@@ -68,6 +68,9 @@ from router.wrong_values import shown
 from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
+_CALL_COST: Final = (
+    128  # bytes of a prompt take as long as a character that may be of a tool call: it is looked at by itself
+)
 
 AnyBody = CompletionBody | ChatBody | ResponsesBody
 
@@ -285,7 +288,8 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(REQUEST_ID, asked[0].request.request_id)
-        writer = await off_loop(len(content), self._writer, body, asked)  # it reads what a resubmission said before
+        said = sum(len(text.text_before) for each in asked if each.tools for text in each.texts)  # by a resubmission
+        writer = await off_loop(max(len(content), _CALL_COST * said), self._writer, body, asked)
         told = (request.headers.get("traceparent", ""), None if account is None else account.client.name)
         delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
         on_end = None if account is None else account.owe

@@ -45,6 +45,14 @@ class CalledFunction(Nested):
     name: StrictStr
     arguments: StrictStr = "{}"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answered(cls, values: object) -> object:
+        """openai's client puts beside a text what it has parsed it into, and sends that back: the text says all of it."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name != "parsed_arguments"}
+
 
 class ToolCall(Nested):
     """One call of an assistant's message."""
@@ -87,8 +95,9 @@ class Message(Nested):
         if not isinstance(values, dict):
             return values
         says_nothing = values.get("content") is None and ("content" in values or values.get("tool_calls"))
-        if values.get("role") == "assistant" and says_nothing:
-            values = values | {"content": ""}
+        if values.get("role") == "assistant":
+            values = {name: value for name, value in values.items() if name != "parsed"}
+            values |= {"content": ""} if says_nothing else {}
         return {name: value for name, value in values.items() if not _says_nothing(name, value)}
 
     def for_template(self) -> dict[str, Any]:

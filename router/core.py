@@ -166,7 +166,7 @@ class RouterCore:
 
     def most_prompts(self, num_choices: int) -> int:
         """Prompts with so many choices each that could come at once, were nobody else here, or could a while ago."""
-        return 1 + (self._config.max_queue + self._entrance.most_slots - 1) // num_choices
+        return self._entrance.most_prompts(num_choices)
 
     def missing(self, waits: bool = False) -> list[str]:
         """What is lacking before a request can be served now, or with `waits` let in to wait, as sentences; empty when ready."""

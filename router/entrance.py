@@ -78,11 +78,12 @@ class Entrance:
         self._config = config
         self._gone_at: float | None = -math.inf  # None: a pair is there
         self.has_given_up = True  # who waits for a pair is turned away
-        self._longest, self._most_slots = _Greatest(), _Greatest()
+        self._longest, self._most_slots, self._most_prefills = _Greatest(), _Greatest(), _Greatest()
 
     def look(self, now: float) -> None:
         """The nodes have changed, or time has passed."""
         self._most_slots.look(self._nodes.num_slots, now)
+        self._most_prefills.look(self._nodes.num_prefills, now)
         longest = self._nodes.max_total_tokens
         if longest is None:
             self._gone_at = now if self._gone_at is None else self._gone_at
@@ -95,10 +96,10 @@ class Entrance:
         """Prompt and completion, that may be asked for; None: no pair has been there."""
         return self._longest.value
 
-    @property
-    def most_slots(self) -> int:
-        """Sequences that could run at once, now or a while ago."""
-        return self._most_slots.value or 0
+    def most_prompts(self, num_choices: int) -> int:
+        """Prompts with so many choices each that could come at once, were nobody else here: begun at once, or in the queue."""
+        num_begun = min(self._most_slots.value or 0, (self._most_prefills.value or 0) * num_choices)
+        return 1 + (self._config.max_queue + num_begun - 1) // num_choices
 
     @property
     def gives_up_at(self) -> float | None:

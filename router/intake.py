@@ -24,7 +24,7 @@ from typing import Final, ParamSpec, TypeVar
 from proto.bounds import MAX_PROMPT_LOGPROBS
 from router.answer import Asked, Echo
 from router.chat_template import TemplateRefusal
-from router.chat_types import ChatBody
+from router.chat_types import ChatBody, Message
 from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Grammar, Sampling
 from router.forced_calls import forced_grammar, is_forced
@@ -42,6 +42,7 @@ from router.wrong_values import NO_CHARACTER, shown
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 _GRAMMAR_COST: Final = 64  # bytes of a prompt take as long as one of a grammar: its characters are looked at one by one
+_TURN_COST: Final = 2 << 10  # of a conversation's turn or call, however short: a template writes it in Python
 _turns: Final = TextTurns()
 _LEAST_SHARE: Final = 1e-6  # what is closer to 0 means the same, and 0 itself would switch the parameter off
 
@@ -90,7 +91,8 @@ class Intake:
             tools = tool_use_of(body, self._text.tool_template, self._limits.tool_parser)
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = _chat_max_tokens(body)
-            prompts = [await off_loop(num_bytes, self._chat_prompt, body, self._most_tokens())]
+            size = size_of_chat(num_bytes, body.messages)
+            prompts = [await off_loop(size, self._chat_prompt, body, self._most_tokens())]
         else:
             max_tokens = _completion_max_tokens(body)
             prompts = await off_loop(num_bytes, self._completion_prompts, body, self._most_tokens())
@@ -372,6 +374,11 @@ def _too_long(field: str, text: TextTooLong, most_tokens: int | None) -> ApiErro
         f"{text} characters are more than the {most_tokens} tokens that a prompt may have here, whichever they are"
     )
     return bad_request(field, message, "context_length_exceeded")
+
+
+def size_of_chat(num_bytes: int, messages: Sequence[Message]) -> int:
+    """Bytes of a prompt that take as long as these messages, which came in so many."""
+    return max(num_bytes, _TURN_COST * sum(1 + len(each.tool_calls) for each in messages))
 
 
 async def off_loop(size: int, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:

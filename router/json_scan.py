@@ -19,6 +19,8 @@ _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LITERALS: Final = {"t": "rue", "f": "alse", "n": "ull"}
 _ESCAPES: Final = '"\\/bfnrt'
 _FUNCTION_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*+')  # of a string, what is as it is written
+_BLANKS: Final = re.compile(rf"[{_SPACE}]*+")
 
 
 class Want(Enum):
@@ -73,6 +75,13 @@ class JsonScan:
                     self._ended()
                 return is_right
         return character in _SPACE or self._between(character)
+
+    def run_end(self, text: str, start: int) -> int:
+        """Where what begins at `start` ends that would all be taken and change nothing: a string's plain text, or white space."""
+        if self.want in (Want.ESCAPED, Want.HEX, Want.NUMBER, Want.LITERAL):
+            return start
+        run = (_PLAIN if self.want is Want.STRING else _BLANKS).match(text, start)
+        return start if run is None else run.end()
 
     def _between(self, character: str) -> bool:
         """What is no white space, outside of strings, numbers and literals."""
@@ -189,6 +198,15 @@ class CallScan:
             self._take_own(was, character)
         if scan.want is Want.NOTHING and not self.is_begun:
             self.is_broken = True
+
+    def push_run(self, text: str, start: int) -> int:
+        """Push at once what begins at `start` and only makes the arguments longer, or what nobody asks for; where it ends."""
+        if self._scan.depth < 2:
+            return start
+        end = self._scan.run_end(text, start)
+        if self._is_in_arguments:
+            self._arguments.append(text[start:end])
+        return end
 
     def _take_own(self, was: Want, character: str) -> None:
         """One of the call's own keys and values."""

@@ -67,6 +67,7 @@ class NodeTable:
     def __init__(self, max_inflight_prefills: int, tokenizer: str = "") -> None:
         """`max_inflight_prefills`: of a node; `tokenizer`: digest of the router's, which a node's must equal; empty: unknown."""
         self._tokenizer = tokenizer
+        self._max_inflight_prefills = max_inflight_prefills
         self._nodes: dict[NodeRef, Node] = {}
         self._ref_of: dict[str, NodeRef] = {}  # by name
         self._ref_at: dict[str, NodeRef] = {}  # by gRPC address
@@ -78,6 +79,7 @@ class NodeTable:
         self._is_degraded = False
         # Sequences that all nodes that decode could run at once, whatever state they are in.
         self.num_slots = 0
+        self.num_prefills = 0  # and prompts that all who compute any would be given at once
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -151,11 +153,11 @@ class NodeTable:
         node = self._nodes.get(ref)
         if node is None:
             self._nodes[ref] = Node(ref, entry, fingerprint)
-            self.num_slots += self._nodes[ref].num_slots
+            self._count(self._nodes[ref], 1)
             self._ref_of[ref.name] = self._ref_at[address] = ref
             self._dial(self._nodes[ref], change)
             return
-        self.num_slots -= node.num_slots
+        self._count(node, -1)
         node.is_listed, node.is_gone, node.has_said_draining = True, False, False
         if node.entry.grpc_address != address:
             self._lose(node, change, has_died=False)
@@ -166,8 +168,12 @@ class NodeTable:
             node.entry = entry
             self._dial(node, change)
         node.entry, node.fingerprint = entry, fingerprint
-        self.num_slots += node.num_slots
+        self._count(node, 1)
         self._kinds.put(node)
+
+    def _count(self, node: Node, sign: int) -> None:
+        self.num_slots += sign * node.num_slots
+        self.num_prefills += sign * self._max_inflight_prefills * (node.prefills or node.prefills_locally)
 
     def _dial(self, node: Node, change: NodeChange) -> None:
         node.is_left_out = "" != node.entry.tokenizer != self._tokenizer != ""
@@ -188,7 +194,7 @@ class NodeTable:
 
     def _remove(self, node: Node, change: NodeChange) -> None:
         del self._nodes[node.ref], self._ref_of[node.ref.name], self._ref_at[node.entry.grpc_address]
-        self.num_slots -= node.num_slots
+        self._count(node, -1)
         change.touched[node.ref] = None
         self._kinds.remove(node.ref)
         self._rates.forget(node.ref)

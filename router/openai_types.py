@@ -66,8 +66,11 @@ UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     "functions": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -213,7 +216,9 @@ class GenerationBody(SamplingDefaults):
     return_token_ids: Flag = False
     generated_token_ids: Annotated[list[StrictInt], Field(fail_fast=True)] = Field(default_factory=list)
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
-    user: StrictStr | None = None
+    user: StrictStr | None = None  # whom it is for, as in what OpenAI has made of it since: no answer hangs on it
+    prompt_cache_key: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
     request_id: (
         Annotated[str, Field(strict=True, max_length=MAX_REQUEST_ID_LENGTH, pattern=REQUEST_ID_PATTERN)] | None
     ) = None

@@ -208,6 +208,8 @@ class ResponsesWriter:
             "output": list(self._items),
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "safety_identifier": body.safety_identifier,
             "seed": self._asked.request.seed,
             "service_tier": "default",
             "store": False,

@@ -57,11 +57,9 @@ UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     "moderation": (),
     "previous_response_id": (),
     "prompt": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in_memory",),
     "reasoning": ({},),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
@@ -198,6 +196,8 @@ class ResponsesBody(SamplingDefaults):
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    safety_identifier: ShortText | None = None
     request_id: (
         Annotated[str, Field(strict=True, max_length=MAX_REQUEST_ID_LENGTH, pattern=REQUEST_ID_PATTERN)] | None
     ) = None

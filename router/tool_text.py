@@ -187,7 +187,7 @@ class ToolReader:
             if scan.is_broken or (scan.is_begun and not self._is_offered(scan)):
                 self._fall_back()
                 return True
-            num_taken += 1
+            num_taken = scan.push_run(self._rest, num_taken + 1)
             if scan.is_begun and not was_begun:
                 self._told.append(Called(self.num_calls, scan.name, ""))
                 self.num_calls += 1
@@ -220,7 +220,7 @@ class ToolReader:
             if scan.is_broken:
                 self._rest, self._held, self._read = self._held + self._rest, "", self._read_behind
                 return True
-            num_taken += 1
+            num_taken = scan.push_run(self._rest, num_taken + 1)
         self._hold(num_taken, adds=True)
         if scan.is_whole:
             self._held, self._read = "", self._read_behind

@@ -219,6 +219,9 @@ def test_parameters_that_ask_for_nothing_are_taken(model: Path) -> None:
             "best_of": 1,
             "tools": [],
             "user": "me",
+            "prompt_cache_key": "mine",
+            "safety_identifier": "me",
+            "prompt_cache_retention": "in_memory",
         }
         assert (await router.client.post("/v1/completions", json=COMPLETION | harmless)).status_code == 200
 

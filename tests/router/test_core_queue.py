@@ -240,7 +240,7 @@ def test_a_choice_that_has_said_nothing_waits_as_long_as_the_one_beside_it_that_
 
 @pytest.mark.covers("A02")
 def test_prompts_that_could_come_at_once_a_moment_ago_still_may() -> None:
-    world = CoreWorld(max_queue=8)
+    world = CoreWorld(max_queue=8, max_inflight_prefills=512)
     world.join_all("p1")
     world.join(node_entry("d1", pb.ROLE_DECODE, max_num_seqs=256))
     assert world.core.most_prompts(1) == 264 and world.core.most_prompts(2) == 132
@@ -252,6 +252,22 @@ def test_prompts_that_could_come_at_once_a_moment_ago_still_may() -> None:
     world.pass_time(601.0)
     world.submit("a")
     assert world.core.most_prompts(1) == 108
+
+
+@pytest.mark.covers("A02")
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("nodes", ["p1 d1", "p1 p2 d1 d2", "m1", "m1 p1 d1"])
+@pytest.mark.parametrize("slots", [4, 64])
+def test_as_many_prompts_as_are_said_to_come_at_once_do_and_no_more(num_choices: int, nodes: str, slots: int) -> None:
+    world = CoreWorld(max_queue=8, max_inflight_prefills=5)
+    for name in nodes.split():
+        role = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "m": pb.ROLE_MIXED}[name[0]]
+        world.join(node_entry(name, role, max_num_seqs=slots, num_blocks=4096))
+    most = world.core.most_prompts(num_choices)
+    for number in range(most + 1):
+        world.submit(f"r{number}", num_choices=num_choices)
+    refused = [number for number in range(most + 1) if world.has_ended(f"r{number}")]
+    assert refused == [most] and world.failure(f"r{most}").code == "OVERLOADED"
 
 
 def with_one_large_node(max_num_seqs: int, *small: str) -> CoreWorld:

@@ -21,6 +21,7 @@ from router.tool_syntax import HERMES, digest_of
 from tests.router.live_router import LiveRouter
 from tests.router.test_api import play
 from tests.router.tiny_model import VOCAB_SIZE, write_model_text
+from tests.router.tool_model import WEATHER, write_tool_model
 
 BYTES = 100_000  # above what is done on the loop
 TOO_LONG: Final = {"max_tokens": 1 << 20}  # refused once the prompt is understood: nobody waits for a thousand answers
@@ -68,6 +69,48 @@ def test_it_is_the_size_of_the_body_that_counts(
         assert threads and threading.get_ident() not in threads
 
     play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_conversation_of_many_turns_is_written_beside_the_loop_however_short_they_are(
+    model: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = threads_of(monkeypatch, "encode_chat")
+
+    async def scenario(router: LiveRouter) -> None:
+        field = "input" if path == "/v1/responses" else "messages"
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        for num_turns, is_beside in ((2, False), (40, True)):
+            threads.clear()
+            await router.client.post(path, json={"model": "tiny", field: turns * (num_turns // 2)})
+            assert [each != threading.get_ident() for each in threads] == [is_beside]
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11", "A15")
+def test_text_that_may_have_called_tools_is_read_beside_the_loop_however_few_bytes_its_tokens_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    own = ChoiceCalls.push
+
+    def noted(calls: ChoiceCalls, text: str) -> Any:
+        threads.append(threading.get_ident())
+        return own(calls, text)
+
+    monkeypatch.setattr(ChoiceCalls, "push", noted)
+
+    async def scenario(router: LiveRouter) -> None:
+        for said, is_beside in ((b"hi", False), (b"[" * 600, True)):
+            threads.clear()
+            fields = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "max_tokens": len(said)}
+            answer = await router.post("/v1/chat/completions", **fields, generated_token_ids=[*said])
+            assert answer.status_code == 200, answer.text
+            assert [each != threading.get_ident() for each in threads][:1] == [is_beside]
+
+    play(write_tool_model(tmp_path / "model"), scenario, max_model_len=1024)
 
 
 class NotedSize:

@@ -331,11 +331,12 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
             "include": [],
             "reasoning": {"effort": None, "summary": None},
             "text": {"format": {"type": "text"}},
-            "metadata": {"a": "b"},
             "tools": [],
+            "prompt_cache_retention": "in_memory",
         }
-        answer = await router.client.post(PATH, json={"model": MODEL_NAME, "input": "hi"} | harmless)
-        assert answer.status_code == 200 and answer.json()["metadata"] == {"a": "b"}
+        repeated = {"metadata": {"a": "b"}, "user": "me", "prompt_cache_key": "mine", "safety_identifier": "me"}
+        answer = await router.client.post(PATH, json={"model": MODEL_NAME, "input": "hi"} | harmless | repeated)
+        assert answer.status_code == 200 and answer.json() | repeated == answer.json()
         assert (await router.client.get(f"{PATH}/{answer.json()['id']}")).status_code == 404
 
     play(model, scenario)

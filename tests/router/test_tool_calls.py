@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import openai
+import pydantic
 import pytest
 
 from proto import baton_pb2 as pb
@@ -224,6 +225,40 @@ def test_the_openai_client_calls_and_answers_and_its_messages_go_back(model: Pat
                 assert sent.endswith(f"tool: rain({message.tool_calls[0].id})assistant: ")
 
     play(model, scenario, saying(SAID))
+
+
+class Weather(pydantic.BaseModel):
+    """What `weather` is called with."""
+
+    city: str
+
+
+@pytest.mark.covers("A15")
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of what it has parsed
+def test_what_openais_client_has_parsed_goes_back(model: Path) -> None:
+    async def calls(router: LiveRouter) -> None:
+        asked: dict[str, Any] = {"model": MODEL_NAME, "tools": [openai.pydantic_function_tool(Weather, name="weather")]}
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{router.port}/v1", api_key="none") as client:
+            message = (await client.chat.completions.parse(messages=HI, **asked)).choices[0].message
+            assert message.tool_calls and message.tool_calls[0].function.parsed_arguments == Weather(city="Łódź")
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+            await client.chat.completions.create(messages=[*HI, message, result], **asked)
+            again = '<tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>tool: rain'
+            assert again in told_of(router, model)
+
+    async def words(router: LiveRouter) -> None:
+        asked: dict[str, Any] = {"model": MODEL_NAME, "messages": HI, "response_format": Weather}
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{router.port}/v1", api_key="none") as client:
+            async with client.chat.completions.stream(**asked) as stream:
+                await stream.until_done()
+                streamed = (await stream.get_final_completion()).choices[0].message
+            for message in ((await client.chat.completions.parse(**asked)).choices[0].message, streamed):
+                assert message.parsed == Weather(city="Rome")
+                await client.chat.completions.create(model=MODEL_NAME, messages=[*HI, message, *HI])
+                assert 'assistant: {"city":"Rome"}user: hi' in told_of(router, model)
+
+    play(model, calls, saying(CALL))
+    play(model, words, saying('{"city":"Rome"}'))
 
 
 @pytest.mark.covers("A15")
