@@ -347,8 +347,14 @@ def test_when_more_prompts_are_asked_than_may_wait_the_answer_is_429_and_nothing
         await asyncio.Event().wait()
 
     async def scenario(router: LiveRouter) -> None:
-        answer = await router.post(prompt=["a"] * 5)
+        other = asyncio.create_task(router.post(prompt="a"))
+        await until(lambda: len(router.pair.prefill.dispatches) == 1)
+        answer = await router.post(prompt=["a"] * 3)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "OVERLOADED")
+        answer = await router.post(prompt=["a"] * 2, timeout_s=0.05)  # for whom there is room again
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "DEADLINE")
+        assert not other.done()
+        other.cancel()
         await until(lambda: len(router.pair.prefill.cancels) == 1)
 
     play(model, scenario, never, core_config=RouterCoreConfig(max_queue=2, max_inflight_prefills=1))
