@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 CACHE_BYTES: Final = 128 << 20  # of compiled grammars; a small one has a megabyte with a vocabulary of 50,000
 # Texts that a new grammar is tried on, and the processor's time for all of them: a hundred times what an ordinary one takes.
 _WALKS, _WALK_TOKENS, _WALKS_S = 2, 64, 1.0
+# And how long it may take over a token that is taken, which mostly is a hundredth of it: a completion that goes on elsewhere is
+# followed anew from its beginning, and a step waits for that.
+ADD_S: Final = 0.0005
 _MAX_BLANKS: Final = 16  # between two tokens of JSON: a line break and what a few levels are indented by
 _BITS: Final = 32  # of a word of xgrammar's masks
 # In JSON no control character stands for itself but as white space. xgrammar 0.2 lets strings of a bounded length have all but
@@ -216,7 +219,7 @@ class Grammars:
 
         One that can read a text in many ways may take twice as long for each token as for the one before.
         """
-        began_s = time.thread_time()
+        began_s, adds_s = time.thread_time(), [0.0] * _WALKS
         for walk in range(_WALKS):
             rng, constraint = random.Random(walk), self._constraint(compiled, grammar)
             for num_tokens in range(_WALK_TOKENS):
@@ -231,7 +234,13 @@ class Grammars:
                 ids = np.flatnonzero(allowed)
                 if not len(ids):
                     break
-                constraint.add(int(ids[rng.randrange(len(ids))]))
+                token_id, adding_s = int(ids[rng.randrange(len(ids))]), time.thread_time()
+                constraint.add(token_id)
+                adds_s[walk] += time.thread_time() - adding_s
+        if (add_s := min(adds_s) / _WALK_TOKENS) > ADD_S:
+            raise GrammarError(
+                f"it can be read in too many ways: a token took {1000 * add_s:.1f} ms to follow, more than {1000 * ADD_S:g}"
+            )
 
     def _find(self, grammar: Grammar, *, tries: bool = False) -> xgrammar.CompiledGrammar:
         key = _key(grammar)

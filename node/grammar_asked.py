@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Final, NamedTuple
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan import Grammar
-from node.grammar_book import STALL_S, Patience, Verdict
+from node.grammar_book import STALL_S, TOKEN_S, Patience, Verdict
 from node.grammar_lines import MAX_BYTES, Asks, Outcome, Ready, Told, allowed_of, asked, opening, read_ready, read_told
 from runtime.process import computed_s
 
@@ -84,7 +84,7 @@ class AskedProcess:
             except OSError:
                 continue  # it has been
 
-    def check(self, generated_token_ids: Iterable[int]) -> str:
+    def check(self, generated_token_ids: Sequence[int]) -> str:
         """What is wrong; "" if nothing is. Raises TimeoutError, and OSError: it has ended."""
         with self._lock:
             if not self.has_compiled:
@@ -92,7 +92,7 @@ class AskedProcess:
                     return problem
                 self.has_compiled = True
             self._checks.sendall(json.dumps([*generated_token_ids]).encode() + b"\n")
-            until = time.monotonic() + CHECK_S
+            until = time.monotonic() + CHECK_S + TOKEN_S * len(generated_token_ids)
             problem, self._pid = self._next_answer(lambda: until - time.monotonic())
             return problem
 

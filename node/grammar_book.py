@@ -24,7 +24,9 @@ MAX_REFUSED: Final = 1024
 # once or little by little, and is lost in itself then.
 STALL_CPU_S: Final = 0.5
 ANSWER_S: Final = 0.005  # that are nobody's business, for each answer
-TOKEN_S: Final = 0.0001  # and for each token taken: a row that goes on here begins with many
+TOKEN_S: Final = (
+    0.001  # and for each token taken: a row that goes on here begins with many, of which none takes half of that
+)
 STALL_S: Final = 2.0  # for a step to wait, whatever the reason: the machine may be busy with others
 
 W = TypeVar("W")
@@ -47,12 +49,12 @@ class Patience:
     def answered(self, cost_s: float, num_tokens: int) -> Verdict:
         """It has told what may follow, having computed for so long, and taken so many tokens."""
         self._spent_s = max(0.0, self._spent_s + cost_s - ANSWER_S - TOKEN_S * num_tokens)
-        return Verdict.STALLED if self._spent_s >= STALL_CPU_S else Verdict.WAIT
+        return _too_long(num_tokens) if self._spent_s >= STALL_CPU_S else Verdict.WAIT
 
     def waiting(self, cpu_s: float, waited_s: float, num_tokens: int) -> Verdict:
         """It has not; `cpu_s`: what it has computed, and `waited_s`: what has gone by since it was asked, with so many tokens."""
         if self._left_s(cpu_s, num_tokens) <= 0:
-            return Verdict.STALLED
+            return _too_long(num_tokens)
         return Verdict.LOST if waited_s >= STALL_S else Verdict.WAIT
 
     def left_s(self, cpu_s: float, waited_s: float, num_tokens: int) -> float:
@@ -60,7 +62,17 @@ class Patience:
         return max(0.001, min(self._left_s(cpu_s, num_tokens), STALL_S - waited_s))
 
     def _left_s(self, cpu_s: float, num_tokens: int) -> float:
-        return STALL_CPU_S + ANSWER_S + TOKEN_S * num_tokens - self._spent_s - cpu_s
+        return check_cpu_s(num_tokens) - self._spent_s - cpu_s
+
+
+def check_cpu_s(num_tokens: int) -> float:
+    """What the check of a beginning of so many tokens may compute: all that following them may."""
+    return STALL_CPU_S + ANSWER_S + TOKEN_S * num_tokens
+
+
+def _too_long(num_tokens: int) -> Verdict:
+    """Of who took so many tokens at once. Of those that came one by one nobody had reason to complain: others go by them."""
+    return Verdict.STALLED if num_tokens <= 1 else Verdict.LOST
 
 
 class GrammarsBusyError(Exception):

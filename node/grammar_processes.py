@@ -29,7 +29,7 @@ from engine.binding import Nothing
 from engine.grammars import GrammarError
 from engine.plan import Grammar
 from node.grammar_asked import COMPILE_S, COMPILE_WAIT_S, AskedProcess, Row
-from node.grammar_book import STALL_CPU_S, STALL_S, GrammarBook, GrammarsBusyError, Verdict
+from node.grammar_book import STALL_S, GrammarBook, GrammarsBusyError, Verdict, check_cpu_s
 from node.grammar_lines import MAX_BYTES
 from runtime.config import child_environment
 from runtime.logs import log_event
@@ -158,7 +158,7 @@ class GrammarProcesses:
             if not process.has_compiled:
                 most_s = COMPILE_S if process.compiles_too_long else COMPILE_WAIT_S
                 raise GrammarsBusyError(f"its grammar takes longer than {most_s:g} s to compile here") from None
-            if cpu_s < STALL_CPU_S:
+            if cpu_s < check_cpu_s(len(generated_token_ids)):
                 raise GrammarsBusyError("the process of its grammar does not answer") from None
             raise GrammarError(TOO_SLOW) from None
         except OSError:

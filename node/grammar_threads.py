@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,7 +55,15 @@ class _Job:
 class GrammarThreads:
     """Over one model's grammars; made and stopped on the loop's thread. The threads start with the first grammar."""
 
-    def __init__(self, grammars: Checks, check_s: float = CHECK_S, wait_s: float = WAIT_S) -> None:
+    def __init__(
+        self,
+        grammars: Checks,
+        check_s: float = CHECK_S,
+        wait_s: float = WAIT_S,
+        watch: Callable[[Future[None]], None] = lambda end: None,
+    ) -> None:
+        """`watch` is called on the loop's thread with the end of each thread that begins: none ends before `stop` but of a bug."""
+        self._watch = watch
         self._grammars = grammars
         self._check_s = check_s
         self._wait_s = wait_s
@@ -86,6 +94,7 @@ class GrammarThreads:
         with suppress(RuntimeError):  # a limit of processes: some may do, and the next request tries again
             while len(self._ended) < NUM_THREADS:
                 self._ended.append(started_thread(f"grammar-{len(self._ended)}", self._work))
+                self._watch(self._ended[-1])
         return bool(self._ended)
 
     async def stop(self, timeout_s: float = 1.0) -> None:

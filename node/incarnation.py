@@ -139,7 +139,10 @@ class Running:
             local_prefill=identity.to_proto() if prefills_locally(role, config) else None,
         )
         timing = SessionTiming(grace_s=config.session_grace_s)
-        grammars = GrammarThreads(around.engine.grammars)
+        compiling = ThreadEnded("a thread that compiles grammars has ended")
+        grammars = GrammarThreads(
+            around.engine.grammars, watch=lambda end: keep(tasks, started, asyncio.wrap_future(end), compiling)
+        )
         started.push_async_callback(grammars.stop)
         gate = GrammarGate(self.inbox.post, grammars)
         started.push_async_callback(gate.close)

@@ -313,6 +313,13 @@ def test_what_can_be_read_in_too_many_ways_is_refused_each_time(text: str) -> No
 
 
 @pytest.mark.covers("A14")
+def test_what_would_take_too_long_to_be_followed_from_its_beginning_is_refused(grammars: Grammars) -> None:
+    """A completion could be said by it token by token, and not go on elsewhere: there all tokens are taken at once."""
+    with pytest.raises(GrammarError, match="in too many ways"):
+        grammars.check(Grammar("regex", "([a-z]{1,40}){1,120}", True, tuple(sorted(ENDS))))
+
+
+@pytest.mark.covers("A14")
 @pytest.mark.parametrize("text", ["[a-z ]*", "([0-9]{1,3},){1,50}", "([a-z]{1,20} ){1,30}", "([a-z]+ ?){1,20}x"])
 def test_ordinary_repeats_are_taken(grammars: Grammars, text: str) -> None:
     grammars.check(Grammar("regex", text, True, tuple(sorted(ENDS))))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.grammars import ADD_S as TRIED_S
 from engine.plan import Grammar
 from node.grammar_book import (
     ANSWER_S,
@@ -23,6 +24,7 @@ from node.grammar_book import (
     GrammarsBusyError,
     Patience,
     Verdict,
+    check_cpu_s,
 )
 from node.grammar_lines import Asks, Outcome, allowed_of, asked, opening, read_asked, read_told, told
 
@@ -107,9 +109,10 @@ def test_however_its_time_is_spread_a_grammar_costs_no_more_than_its_allowance(
             break
     beyond = [cost_s - ANSWER_S - TOKEN_S * num_tokens for cost_s, num_tokens in answers[: len(verdicts)]]
     most = [max((sum(beyond[begin:end]) for begin in range(end)), default=0.0) for end in range(1, len(beyond) + 1)]
-    for of_book, spent_s in zip(verdicts, most, strict=True):
+    for of_book, spent_s, (_, num_tokens) in zip(verdicts, most, answers, strict=False):
         if abs(spent_s - STALL_CPU_S) > 1e-9:
-            assert (of_book is Verdict.STALLED) == (spent_s > STALL_CPU_S)
+            too_long = Verdict.LOST if num_tokens > 1 else Verdict.STALLED  # who goes on here did no harm elsewhere
+            assert of_book is (too_long if spent_s > STALL_CPU_S else Verdict.WAIT)
 
 
 @pytest.mark.covers("A14")
@@ -120,12 +123,24 @@ def test_a_step_waits_so_long_at_most_and_only_who_computed_is_to_blame(
     patience = Patience()
     found = patience.waiting(cpu_s, waited_s, num_tokens)
     may_s = STALL_CPU_S + ANSWER_S + TOKEN_S * num_tokens
-    expected = Verdict.STALLED if cpu_s >= may_s else Verdict.LOST if waited_s >= STALL_S else Verdict.WAIT
-    assert found is expected
+    is_to_blame = cpu_s >= may_s and num_tokens <= 1
+    is_over = cpu_s >= may_s or waited_s >= STALL_S
+    assert found is (Verdict.STALLED if is_to_blame else Verdict.LOST if is_over else Verdict.WAIT)
     left_s = patience.left_s(cpu_s, waited_s, num_tokens)
     assert 0.001 <= left_s <= max(0.001, STALL_S)
     if found is Verdict.WAIT and left_s > 0.001:
         assert patience.waiting(cpu_s + left_s + 1e-9, waited_s + left_s + 1e-9, num_tokens) is not Verdict.WAIT
+
+
+@pytest.mark.covers("A14", "R10")
+@given(st.lists(st.floats(0, 2 * TRIED_S), min_size=2, max_size=4000))
+def test_what_decodes_can_be_gone_on_with_elsewhere(costs: Sequence[float]) -> None:
+    """A grammar of which a token may take twice what it took when it was tried: one by one, and then all of them at once."""
+    one_by_one, at_once = Patience(), Patience()
+    assert {one_by_one.answered(cost_s, 1) for cost_s in costs} == {Verdict.WAIT}
+    assert at_once.waiting(sum(costs), 0.0, len(costs)) is Verdict.WAIT
+    assert at_once.answered(sum(costs), len(costs)) is Verdict.WAIT
+    assert sum(costs) < check_cpu_s(len(costs))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 20_000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from engine.make_model import make_model
 from engine.model_sizes import ModelSize
 from engine.plan import Grammar
 from node import grammar_gate, grammar_threads
+from node.bugs import ThreadEnded, keep
 from node.events import Event, FromRouter, RouterId, RouterLost
 from node.grammar_gate import GrammarGate
 from node.grammar_threads import Flaw, GrammarThreads
@@ -258,6 +260,29 @@ def test_a_node_that_cannot_says_why(tmp_path: Path) -> None:
         )
 
     play(lambda: Bed(Grammars(tmp_path, 260)), scenario)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_a_thread_that_compiles_ends_the_process() -> None:
+    """With both threads gone, each grammar was told for ever that others are being compiled."""
+
+    class Broken:
+        def open(self) -> None: ...
+        def check(self, grammar: Grammar, generated_token_ids: Sequence[int] = ()) -> None:
+            raise MemoryError
+
+    async def scene() -> None:
+        async with asyncio.TaskGroup() as tasks, AsyncExitStack() as started:
+            threads = GrammarThreads(
+                Broken(),
+                watch=lambda end: keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("it has ended")),
+            )
+            started.push_async_callback(threads.stop)
+            await threads.flaw(Grammar("regex", "a", False, (1,)))
+
+    with pytest.raises(ExceptionGroup, match="TaskGroup") as died:
+        asyncio.run(scene())
+    assert [str(error) for error in died.value.exceptions] == ["it has ended"]
 
 
 def test_where_no_thread_can_be_started_a_grammar_is_busy_and_the_next_one_tries_again(
