@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from kernels.interface import AttentionBatch, Kernels
@@ -241,6 +240,8 @@ class _AttentionInputs:
         if num_rows in (1, num_positions):
             return {"is_causal": num_rows > 1}
         if self._is_lower_right():
+            from torch.nn.attention.bias import causal_lower_right  # with what compiles for torch: seconds
+
             return {"attn_mask": causal_lower_right(num_rows, num_positions)}
         own = num_positions - num_rows + torch.arange(num_rows, device=self.queries.device)
         return {"attn_mask": torch.arange(num_positions, device=own.device)[None, :] <= own[:, None]}

@@ -2,6 +2,7 @@
 
     python -m kernels.cpu_build            for every CPU of this architecture: an image is built on one and run on others
     python -m kernels.cpu_build --here     what `make setup` runs: what this CPU runs best, and what is next to it
+    python -m kernels.cpu_build --usable   what `make test` runs: all that this CPU can run, whose bits tests compare
 
 Both say in one line what they did, and fail never. A library is named after its variant and a hash of its sources and flags, so
 that a stale one is never loaded. A node compiles nothing (start within 10 s).
@@ -27,7 +28,7 @@ SOURCE_DIR: Final = Path(__file__).resolve().parent / "cpu"
 BUILD_DIR: Final = SOURCE_DIR / "built"
 COMPILERS: Final = ("g++", "c++", "clang++")
 # No contraction: a product and a sum are one rounding only where the source says so, with any compiler.
-_FLAGS: Final = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC -Wno-psabi".split()
+FLAGS: Final = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC -Wno-psabi".split()
 _COMPILE_LIMIT_S: Final = 300.0
 _MAKE: Final = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "Features")  # the last three: of ARM
 # What oneDNN chooses its products by, and kernels of some years spell alike: others are there or not as the kernel knows them.
@@ -69,7 +70,7 @@ def variants() -> tuple[Variant, ...]:
 
 def library_path(variant: Variant) -> Path:
     """Where this variant of the sources as they are now belongs."""
-    digest = hashlib.sha256(" ".join((*_FLAGS, *variant.flags)).encode())
+    digest = hashlib.sha256(" ".join((*FLAGS, *variant.flags)).encode())
     for path in sorted(SOURCE_DIR.glob("*.[ch]*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return BUILD_DIR / f"baton-{variant.name}-{digest.hexdigest()[:16]}.so"
@@ -136,7 +137,7 @@ def build(variant: Variant) -> Path:
         dir=BUILD_DIR
     ) as folder:  # moved when whole: an interrupted build leaves no half library
         made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, *variant.flags, str(SOURCE_DIR / "library.cpp"), "-o", str(made)]
+        command = [compiler, *FLAGS, *variant.flags, str(SOURCE_DIR / "library.cpp"), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_LIMIT_S)
         if result.returncode:
             reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
@@ -151,12 +152,16 @@ def build(variant: Variant) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build; a machine that cannot still has a working Baton, so that is no failure."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu_build", description="Compile the kernels for CPUs.")
-    parser.add_argument("--here", action="store_true", help="only the best two for this CPU, not for every CPU")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--here", action="store_true", help="only the best two for this CPU, not for every CPU")
+    which.add_argument("--usable", action="store_true", help="only what this CPU can run")
+    asked = parser.parse_args(arguments)
     # Two: a process may be refused the best one's instructions, as tiles are to one whose stack for signals is small.
-    wanted = usable_variants()[:2] if parser.parse_args(arguments).here else variants()
+    wanted = usable_variants()[:2] if asked.here else usable_variants() if asked.usable else variants()
     missing = [each for each in wanted if not library_path(each).exists()]
     if missing and any(map(shutil.which, COMPILERS)):
-        sys.stdout.write(f"kernels: compiling {len(missing)} libraries, half a minute each\n")
+        libraries = "a library, half a minute" if len(missing) == 1 else f"{len(missing)} libraries, half a minute each"
+        sys.stdout.write(f"kernels: compiling {libraries}\n")
         sys.stdout.flush()
     failures: dict[str, None] = {}  # each once: a compiler that is missing is so for all
     with ThreadPoolExecutor(os.cpu_count()) as compilers:

@@ -12,13 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from engine.plan import SamplingParams
 from engine.sampler import Draw, gumbel_noise, largest_ids, sample
@@ -173,16 +166,18 @@ def test_a_draw_is_the_greatest_noisy_score_that_a_naive_sampler_leaves(
 def test_truncation_and_repetition_penalty_are_those_of_hugging_face_in_their_order(
     sampling: SamplingParams, row: int, prompt: list[int]
 ) -> None:
+    import transformers  # here: all that collect tests would wait for it
+
     sampling = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, logit_bias=())
     logits = random_logits(row)
     scores, said = logits.double(), torch.tensor([prompt], dtype=torch.int64)
     steps = [
-        RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
-        TemperatureLogitsWarper(sampling.temperature),
+        transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        transformers.TemperatureLogitsWarper(sampling.temperature),
     ]
     if sampling.top_k:
-        steps.append(TopKLogitsWarper(sampling.top_k))
-    steps += [TopPLogitsWarper(sampling.top_p), MinPLogitsWarper(sampling.min_p)]
+        steps.append(transformers.TopKLogitsWarper(sampling.top_k))
+    steps += [transformers.TopPLogitsWarper(sampling.top_p), transformers.MinPLogitsWarper(sampling.min_p)]
     for step in steps:
         scores = step(said, scores)
     seeds = [(sampling.seed + number) % 2**64 for number in range(NUM_SEEDS)]

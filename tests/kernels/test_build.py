@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,19 @@ import pytest
 from kernels import choice, cpu_build
 from kernels.choice import choose_kernels
 from kernels.cpu_build import (
+    COMPILERS,
+    FLAGS,
+    SOURCE_DIR,
     X86_VARIANTS,
     BuildError,
+    Variant,
     bits_name,
     build,
     cpu_flags,
     cpu_kind,
     library_path,
     usable_variants,
+    variants,
     variants_for,
 )
 from tests.kernels.back_ends import COMPILED, REFERENCE
@@ -164,8 +170,27 @@ def test_here_only_what_this_cpu_runs_best_is_compiled_and_what_is_next_to_it(
     assert cpu_build.main(["--here"]) == 0
     assert {path.name[:8] for path in (tmp_path / "built").iterdir()} == {"baton-b-", "baton-c-"}
     assert capsys.readouterr().out.endswith("kernels: built for b, c\n")
+    assert cpu_build.main(["--usable"]) == 0
+    assert {path.name[:8] for path in (tmp_path / "built").iterdir()} == {f"baton-{name}-" for name in "bcd"}
     assert cpu_build.main([]) == 0
     assert {path.name[:8] for path in (tmp_path / "built").iterdir()} == {f"baton-{name}-" for name in "abcd"}
+
+
+NOT_USABLE: Final = [each for each in X86_VARIANTS if each not in usable_variants()]
+
+
+@pytest.mark.covers("M04")
+@pytest.mark.parametrize("variant", NOT_USABLE, ids=lambda each: each.name)
+def test_what_this_cpu_cannot_run_compiles(variant: Variant) -> None:
+    """The best of them to machine code, if to a slow one; of the others types, names and templates, in a tenth of the time."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None or not variants():
+        pytest.skip("no C++ compiler, or none of these CPUs")
+    flags = [each for each in FLAGS if each not in ("-O3", "-shared")]
+    how = ("-O1", "-c", "-o", "/dev/null") if variant == NOT_USABLE[0] else ("-fsyntax-only",)
+    command = [compiler, *flags, *variant.flags, "-Werror", *how, str(SOURCE_DIR / "library.cpp")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not result.returncode, result.stderr[:4000]
 
 
 def test_code_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
