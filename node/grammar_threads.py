@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from engine.grammars import GrammarError
 from engine.plan import Grammar
@@ -24,6 +24,8 @@ NUM_THREADS: Final = 2
 CHECK_S: Final = 30.0  # for all of a check, which is bounded itself: beyond it whoever asks hears that the node is slow
 WAIT_S: Final = 10.0  # for a thread
 OPEN_S: Final = 60.0  # a second, once: xgrammar is loaded, and the vocabulary read
+
+T = TypeVar("T")
 
 
 class Checks(Protocol):
@@ -77,15 +79,15 @@ class GrammarThreads:
         job = _Job(grammar, generated_token_ids)
         self._jobs.put(job)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(job.taken), self._wait_s)
-        except TimeoutError:  # wait_for has cancelled it: no thread takes it any more
+            await _within(self._wait_s, job.taken)
+        except TimeoutError:  # it is cancelled: no thread takes it any more
             return Flaw(pb.BUSY, "other requests' grammars are being compiled")
         try:
-            await asyncio.wait_for(asyncio.wrap_future(job.begun), OPEN_S)
+            await _within(OPEN_S, job.begun)
         except TimeoutError:
             return Flaw(pb.BUSY, "xgrammar is being loaded")
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(job.done), self._check_s)
+            return await _within(self._check_s, job.done)
         except TimeoutError:  # nothing says that the grammar is to blame: what it has computed, its process knows
             return Flaw(pb.BUSY, f"its grammar was not compiled within {self._check_s:g} s here")
 
@@ -121,6 +123,12 @@ class GrammarThreads:
                 _tell(job.begun)
             if job.done.set_running_or_notify_cancel():
                 job.done.set_result(flaw)
+
+
+async def _within(timeout_s: float, what: Future[T]) -> T:
+    """Its result. TimeoutError: it was cancelled. wait_for would forget that it is cancelled itself where both come at once."""
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(what)
 
 
 def _tell(what: Future[None]) -> bool:

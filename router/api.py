@@ -68,9 +68,7 @@ from router.wrong_values import shown
 from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
-_CALL_COST: Final = (
-    128  # bytes of a prompt take as long as a character that may be of a tool call: it is looked at by itself
-)
+_CALL_COST: Final = 128  # bytes of a prompt take as long as a character of what may be a tool call
 
 AnyBody = CompletionBody | ChatBody | ResponsesBody
 

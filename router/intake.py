@@ -19,7 +19,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, TypeVar, TypeVarTuple
 
 from proto.bounds import MAX_PROMPT_LOGPROBS
 from router.answer import Asked, Echo
@@ -41,13 +41,14 @@ from router.wrong_values import NO_CHARACTER, shown
 
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
+TEXT_COST: Final = 16  # bytes of JSON are read in as long as one of a prompt is tokenized
 _GRAMMAR_COST: Final = 64  # bytes of a prompt take as long as one of a grammar: its characters are looked at one by one
 _TURN_COST: Final = 2 << 10  # of a conversation's turn or call, however short: a template writes it in Python
 _turns: Final = TextTurns()
 _LEAST_SHARE: Final = 1e-6  # what is closer to 0 means the same, and 0 itself would switch the parameter off
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,12 @@ class Intake:
             tools = tool_use_of(body, self._text.tool_template, self._limits.tool_parser)
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = _chat_max_tokens(body)
-            size = size_of_chat(num_bytes, body.messages)
-            prompts = [await off_loop(size, self._chat_prompt, body, self._most_tokens())]
+            size, takes = size_of_chat(num_bytes, body.messages), TEXT_COST * num_bytes
+            prompts = [await off_loop(size, self._chat_prompt, body, self._most_tokens(), takes=takes)]
         else:
             max_tokens = _completion_max_tokens(body)
-            prompts = await off_loop(num_bytes, self._completion_prompts, body, self._most_tokens())
+            takes = TEXT_COST * num_bytes
+            prompts = await off_loop(num_bytes, self._completion_prompts, body, self._most_tokens(), takes=takes)
         _check_resubmission(body, len(prompts))
         if self._shell.max_total_tokens is None:
             message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
@@ -381,8 +383,11 @@ def size_of_chat(num_bytes: int, messages: Sequence[Message]) -> int:
     return max(num_bytes, _TURN_COST * sum(1 + len(each.tool_calls) for each in messages))
 
 
-async def off_loop(size: int, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-    """Call the function, in a thread if its input is large: the loop has other clients, and memory is not for all at once."""
-    if size < LARGE:
-        return function(*arguments, **named)
-    return await _turns.call(size, functools.partial(function, *arguments, **named))
+async def off_loop(size: int, function: Callable[[*Ts], R], *arguments: *Ts, takes: int = 0) -> R:
+    """Call the function, in a thread if its input is large: the loop has other clients, and memory is not for all at once.
+
+    `takes`: bytes of JSON that are read in as long as this input, of so many bytes, where that lets other threads run.
+    """
+    if max(size, takes) < LARGE:
+        return function(*arguments)
+    return await _turns.call(size, functools.partial(function, *arguments))

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from router.chat_template import TemplateRefusal
 from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_tools
 from router.gate import account_of
-from router.intake import off_loop, size_of_chat
+from router.intake import TEXT_COST, off_loop, size_of_chat
 from router.json_parts import Sliced, dump_ascii, json_parts
 from router.json_reading import TURNS
 from router.openai_types import ApiError, Body, CheckedBody, Flag, bad_request, parse_body, unknown_model
@@ -117,8 +117,8 @@ class Tokenizing:
             raise bad_request("chat_template_kwargs", "needs messages")
         field = "prompt" if body.messages is None else "messages"
         try:
-            size = size_of_chat(num_bytes, body.messages or [])
-            return await off_loop(size, self._told_tokens, body, self._max_model_len())
+            size, takes = size_of_chat(num_bytes, body.messages or []), TEXT_COST * num_bytes
+            return await off_loop(size, self._told_tokens, body, self._max_model_len(), takes=takes)
         except TemplateRefusal as refused:
             raise bad_request(field, str(refused)) from refused
         except UnicodeError as error:

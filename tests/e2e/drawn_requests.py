@@ -66,6 +66,8 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.3,
         "return_token_ids": True,
         "user": "somebody",
+        "prompt_cache_key": "mine",
+        "safety_identifier": "somebody",
         "timeout_s": 300,
     }
     is_bound = rng.random() < 0.2 and not body["ignore_eos"]

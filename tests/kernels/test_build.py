@@ -176,19 +176,17 @@ def test_here_only_what_this_cpu_runs_best_is_compiled_and_what_is_next_to_it(
     assert {path.name[:8] for path in (tmp_path / "built").iterdir()} == {f"baton-{name}-" for name in "abcd"}
 
 
-NOT_USABLE: Final = [each for each in X86_VARIANTS if each not in usable_variants()]
-
-
 @pytest.mark.covers("M04")
-@pytest.mark.parametrize("variant", NOT_USABLE, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "variant", [each for each in X86_VARIANTS if each not in usable_variants()], ids=lambda each: each.name
+)
 def test_what_this_cpu_cannot_run_compiles(variant: Variant) -> None:
-    """The best of them to machine code, if to a slow one; of the others types, names and templates, in a tenth of the time."""
+    """Its names, types and templates, in two seconds. A minute more would make code of it, as where it runs."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None or not variants():
         pytest.skip("no C++ compiler, or none of these CPUs")
     flags = [each for each in FLAGS if each not in ("-O3", "-shared")]
-    how = ("-O1", "-c", "-o", "/dev/null") if variant == NOT_USABLE[0] else ("-fsyntax-only",)
-    command = [compiler, *flags, *variant.flags, "-Werror", *how, str(SOURCE_DIR / "library.cpp")]
+    command = [compiler, *flags, *variant.flags, "-Werror", "-fsyntax-only", str(SOURCE_DIR / "library.cpp")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not result.returncode, result.stderr[:4000]
 

@@ -280,9 +280,12 @@ def test_a_bug_in_a_thread_that_compiles_ends_the_process() -> None:
             started.push_async_callback(threads.stop)
             await threads.flaw(Grammar("regex", "a", False, (1,)))
 
+    before = {*threading.enumerate()}
     with pytest.raises(ExceptionGroup, match="TaskGroup") as died:
         asyncio.run(scene())
     assert [str(error) for error in died.value.exceptions] == ["it has ended"]
+    for thread in {*threading.enumerate()} - before:  # the exception that it ends of is this test's
+        thread.join()
 
 
 def test_where_no_thread_can_be_started_a_grammar_is_busy_and_the_next_one_tries_again(

@@ -50,13 +50,15 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     ("path", "body", "name"),
     [
         ("/v1/completions", {"prompt": ["a" * 100] * (BYTES // 100)} | TOO_LONG, "encode_prompt"),
+        ("/v1/completions", {"prompt": "a" * (BYTES // 20)} | TOO_LONG, "encode_prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * (BYTES // 20)}]}, "encode_chat"),
         ("/v1/completions", {"prompt": [[97] * 100] * (BYTES // 300), "echo": True, "logprobs": 0}, "offsets"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
         ("/v1/responses", {"input": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
         ("/tokenize", {"messages": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
         ("/tokenize", {"prompt": "a" * BYTES, "return_token_strs": True}, "token_string"),
     ],
-    ids=["prompts", "offsets", "chat", "responses", "tokenize", "token strings"],
+    ids=["prompts", "a prompt", "a message", "offsets", "chat", "responses", "tokenize", "token strings"],
 )
 def test_it_is_the_size_of_the_body_that_counts(
     model: Path, path: str, body: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
