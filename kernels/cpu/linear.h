@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "halves.h"
 #include "tiled_linear.h"
 #include "turns.h"
 
@@ -40,17 +41,39 @@ struct Cut {
     int panels;      // of a piece
     int passes;      // over each piece, so many rows at a time
     bool is_direct;  // columns are unpacked anew by each pass, or need not be
+    bool is_halved;  // by halves.h, whatever `passes` says
+
+    // Whether a piece puts nothing into place before all of it is computed.
+    bool is_open() const { return passes == 1 || is_halved; }
 
     int row_of(int pass, int num_rows) const { return int(int64_t(num_rows) * pass / passes); }  // the first
 };
 
 template <class T, class C> Cut cut_of(int num_rows) {
-    const bool is_direct = std::is_same_v<Ready<T>, C> || num_rows <= PASSES_UNPACKING * MAX_ROWS;
+    const bool is_direct = std::is_same_v<Ready<T>, C> || num_rows <= ROWS_UNPACKING;
     const int panels = num_rows >= LARGE_BATCH ? MAX_PANELS : 1;
-    return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
+#if defined(__AVX512F__)
+    const bool is_halved = false;
+#else
+    const bool is_halved = num_rows >= LEAST_ROWS && num_rows <= ROWS_UNPACKING;
+#endif
+    return {panels, ceil_div(num_rows, max_rows(panels)), is_direct, is_halved};
 }
 
 #if !defined(__AVX512F__)
+// A panel times a few rows.
+template <class T, class C>
+void linear_by_halves(const Linear &linear, const T *x, int num_rows, const Output<T> &output, int panel, const C *columns, Hold &hold) {
+    static thread_local Buffer buffer;
+    char *memory = buffer.at_least((size_t(BLOCK_STEPS) + PANEL) * num_rows * sizeof(float));
+    float *rows = take<float>(memory, size_t(num_rows) * BLOCK_STEPS), *sums = take<float>(memory, size_t(num_rows) * PANEL);
+    multiply_by_halves(x, num_rows, linear.in, columns, rows, sums);
+    for (int row = 0; row < num_rows; row++, sums += PANEL) {
+        Floats own[1][2] = {{load(sums), load(sums + LANES)}};
+        finish_pass(Pass<T>{linear, output, nullptr, 1, row, panel, {}, hold}, own);
+    }
+}
+
 // A panel times many rows, some steps at a time: their columns, unpacked once, stay in the nearest cache for all passes. `next`:
 // the panel to bring nearer, or null.
 template <class T, class C>
@@ -106,6 +129,7 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
 #if defined(__AVX512F__)
     const Ready<T> *unpacked = std::is_same_v<Ready<T>, C> || !cut.is_direct ? unpacked_panels<T>(columns, width * size) : nullptr;
 #else
+    if (cut.is_halved) return linear_by_halves(linear, x, num_rows, output, first, columns, hold);
     if (!cut.is_direct)
         return linear_step_by_step(linear, x, num_rows, output, cut, first, columns, bytes_next ? columns + size : nullptr, hold);
 #endif
@@ -130,7 +154,7 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
 template <class C, class T>
 void linear_phase_of(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
     const Cut cut = cut_of<T, C>(num_rows);
-    worker.phase(num_panels(linear), cut.panels, cut.passes == 1, [&](int64_t first, int64_t last, Hold &hold) {
+    worker.phase(num_panels(linear), cut.panels, cut.is_open(), [&](int64_t first, int64_t last, Hold &hold) {
         linear_piece<T, C>(linear, x, num_rows, output, cut, int(first), int(last), hold);
     });
 }

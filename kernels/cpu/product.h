@@ -11,18 +11,18 @@ namespace baton {
 #if defined(__AVX512F__)  // what fits into 32 registers of 16 numbers: 24 sums, the columns of a step, a spare
 constexpr int MAX_ROWS = 12;  // of one pass over one panel
 constexpr int MAX_PANELS = 2;  // of one pass, over half as many rows
-constexpr int PASSES_UNPACKING = 1;  // so few unpack columns each for itself, if they need it
+constexpr int ROWS_UNPACKING = MAX_ROWS;  // up to so many rows' passes unpack columns each for itself, if they need it
 #else  // 16 registers of 8: 12 sums
 constexpr int MAX_ROWS = 3;
 constexpr int MAX_PANELS = 1;
-constexpr int PASSES_UNPACKING = 8;
+constexpr int ROWS_UNPACKING = 64;
 #endif
 constexpr int max_rows(int panels) { return MAX_ROWS / panels; }
 
-// Call f with num (1 .. M) as a compile-time constant.
-template <int M, class F> BATON_INLINE void with_constant(int num, F &&f) {
-    if constexpr (M > 1)
-        if (num < M) return with_constant<M - 1>(num, f);
+// Call f with num (LEAST .. M) as a compile-time constant.
+template <int M, int LEAST = 1, class F> BATON_INLINE void with_constant(int num, F &&f) {
+    if constexpr (M > LEAST)
+        if (num < M) return with_constant<M - 1, LEAST>(num, f);
     f(std::integral_constant<int, M>{});
 }
 
