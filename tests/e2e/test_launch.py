@@ -290,7 +290,8 @@ def run_to_the_end(model: Path, folder: Path, *flags: str) -> tuple[int, str]:
 def loading_nodes(launcher: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     """The nodes by name, once the router is up and they have just been started."""
     assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "baton up: router is up\n"
+    said = next(line for line in launcher.stdout if "still waiting" not in line)  # as a busy machine has it say
+    assert said == "baton up: router is up\n"
     nodes: dict[str, psutil.Process] = {}
     while len(nodes) < 2:
         for child in psutil.Process(launcher.pid).children(recursive=True):
