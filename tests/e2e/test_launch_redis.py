@@ -36,17 +36,8 @@ def test_a_start_that_waits_for_a_redis_that_is_not_there_says_so_before_it_give
 
 
 def test_a_start_that_gives_up_says_what_was_lacking_and_what_the_router_said(tiny_model: Path, tmp_path: Path) -> None:
-    flags = (
-        "--model",
-        str(tiny_model),
-        "--registry",
-        "redis://127.0.0.1:9/0",
-        "--port",
-        "0",
-        "--start-timeout-s",
-        "12",
-    )
-    command = [BATON, "up", *flags, "--run-dir", str(tmp_path / "run")]
+    flags = ("--registry", "redis://127.0.0.1:9/0", "--port", "0", "--start-timeout-s", "12")
+    command = [BATON, "up", "--model", str(tiny_model), *flags, "--run-dir", str(tmp_path / "run")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     first, last = ended.stderr.splitlines()[-2:]
