@@ -83,7 +83,7 @@ class Entrance:
     def look(self, now: float) -> None:
         """The nodes have changed, or time has passed."""
         self._most_slots.look(self._nodes.num_slots, now)
-        self._most_prefills.look(self._nodes.num_prefills, now)
+        self._most_prefills.look(self._nodes.num_prefill_places, now)
         longest = self._nodes.max_total_tokens
         if longest is None:
             self._gone_at = now if self._gone_at is None else self._gone_at

@@ -79,7 +79,7 @@ class NodeTable:
         self._is_degraded = False
         # Sequences that all nodes that decode could run at once, whatever state they are in.
         self.num_slots = 0
-        self.num_prefills = 0  # and prompts that all who compute any would be given at once
+        self.num_prefill_places = 0  # and prompts that all who compute any would be given at once
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -173,7 +173,7 @@ class NodeTable:
 
     def _count(self, node: Node, sign: int) -> None:
         self.num_slots += sign * node.num_slots
-        self.num_prefills += sign * self._max_inflight_prefills * (node.prefills or node.prefills_locally)
+        self.num_prefill_places += sign * self._max_inflight_prefills * (node.prefills or node.prefills_locally)
 
     def _dial(self, node: Node, change: NodeChange) -> None:
         node.is_left_out = "" != node.entry.tokenizer != self._tokenizer != ""
