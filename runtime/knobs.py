@@ -73,7 +73,7 @@ class Knob:
 
     def from_text(self, text: str, where: str) -> Any:
         """The value that a flag or a variable spells; `where` opens the error message."""
-        if self.is_optional and text == "none":
+        if self.is_optional and text == "none" and "none" not in self.choices:
             return None
         if self.choices:
             for choice in self.choices:

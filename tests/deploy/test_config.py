@@ -285,6 +285,21 @@ def children_of(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [(each.name, choice) for each in knobs_of(UpConfig) if each.name in HANDED_ON for choice in each.choices],
+)
+def test_every_choice_of_the_nodes_arrives_by_flag_and_by_variable_be_it_none(
+    name: str, choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ("--kv-pool", "file:///pool")  # without one there is nothing to be saved in
+    means = {"on": (True, "on"), "off": (False, "off")}.get(choice, (choice,))
+    _, node = children_of(tmp_path, monkeypatch, {}, *pool, "--" + name.replace("_", "-"), choice)
+    assert getattr(node, name) in means
+    _, node = children_of(tmp_path, monkeypatch, {f"BATON_{name.upper()}": choice}, *pool)
+    assert getattr(node, name) in means
+
+
 def test_what_baton_up_was_told_wins_at_its_children_over_their_variables_be_it_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
