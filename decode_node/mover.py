@@ -122,8 +122,12 @@ class Mover:
     # ------------------------------------------------------------ from who owns the branches
 
     def want(self, branch: RunningBranch, now: float) -> bool:
-        """Ask for a target, because the node drains. False: not now; it does not decode, or an earlier move still ends."""
-        if branch.key in self._moves or not self._scheduler.can_move(branch.key):
+        """Ask for a target, because the node drains. False: not now; it does not decode, or an earlier move still ends.
+
+        Before the first token of a prompt that is computed here the router would answer nothing: it knows of no holder yet.
+        """
+        has_spoken = len(branch.token_ids) > branch.first_index
+        if branch.key in self._moves or not has_spoken or not self._scheduler.can_move(branch.key):
             return False
         self._step(self._new(branch), MoveEvent.WANT, now)
         return True

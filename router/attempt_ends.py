@@ -123,7 +123,7 @@ class AttemptEnds:
         if error.code == pb.NODE_LOST:
             branch.tries.lost(blamed, now)
         is_at_decode = blamed != pair.prefill or pair.prefill == pair.decode
-        again = branch.tries.after(error, is_at_decode, self._draw)
+        again = branch.tries.after(error, is_at_decode, self._draw, now)
         if isinstance(again, Over):
             self._give_up(branch, again, error, now, may_be_scored=may_be_scored)
             return

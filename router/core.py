@@ -300,21 +300,21 @@ class RouterCore:
         """Who speaks has the branch: what that changes."""
         match branch.phase:
             case Moving(_, target) | MoveUnknown(_, target) if side is Side.RECEIVER:
-                self._succeeded(branch, target.node)
+                self._succeeded(branch, now, target.node)
                 self._moves.arrived(branch, pair, target, now)
             case Prefilling() | CommitUnknown() if side is Side.RECEIVER:
                 if pair.prefill != pair.decode:
                     self._live.note(branch, "handed_over", branch.attempt, (pair.decode,))
-                self._succeeded(branch, *pair.nodes)
+                self._succeeded(branch, now, *pair.nodes)
                 self._live.leave_prefill(branch, now)
                 self._live.enter(branch, Decoding(pair), now)
             case Prefilling() if owner is Owner.NOBODY:
-                self._succeeded(branch, pair.prefill)
+                self._succeeded(branch, now, pair.prefill)
             case MoveDoubted(lost=lost) if owner is Owner.DOUBTED:
                 self._moves.doubt(branch, pair, lost, now)
 
-    def _succeeded(self, branch: LiveBranch, *nodes: ev.NodeRef) -> None:
-        branch.tries.succeeded()
+    def _succeeded(self, branch: LiveBranch, now: float, *nodes: ev.NodeRef) -> None:
+        branch.tries.succeeded(now)
         for ref in nodes:
             self._breakers.succeeded(ref.name)
 

@@ -54,6 +54,7 @@ class QueuePace:
 
     def wait_s(self, num_ahead: int, now: float) -> float:
         """Seconds until so many will have been dispatched; 0 where nothing is known."""
-        if self._last_at is None or self._num_dispatched < _ENOUGH or self._dispatches <= 0:
+        if self._last_at is None or self._num_dispatched < _ENOUGH:
             return 0.0
-        return num_ahead * max(self._seconds, now - self._last_at) / self._dispatches
+        # Less than one is what fading left of those that came back: it tells nothing, and would make hours of seconds.
+        return num_ahead * max(self._seconds, now - self._last_at) / max(self._dispatches, 1.0)

@@ -94,7 +94,8 @@ class Tries:
     def __init__(self, config: RouterCoreConfig) -> None:
         self._config = config
         self._credit = config.preempt_retry_count * PREEMPTIONS_PER_RETRY
-        self.num_refusals = 0  # that it met so far
+        self.num_refusals = 0  # in a row, as `_patience_s` counts them
+        self._heard_at: float | None = None  # when a receiver was heard first since the last refusal
         self.failures_in_row = 0  # attempts that failed since a receiver was heard
         self.num_deaths = 0  # of nodes that it was on, those of one event counted once
         self._dead: set[NodeRef] = set()  # whose deaths have ended no attempt yet
@@ -105,9 +106,11 @@ class Tries:
         """Whole ones."""
         return self._credit // PREEMPTIONS_PER_RETRY
 
-    def succeeded(self) -> None:
+    def succeeded(self, now: float) -> None:
         """A receiver was heard: what fails now is no repetition."""
         self.failures_in_row = 0
+        if self._heard_at is None:
+            self._heard_at = now
 
     def saw_death(self, node: NodeRef) -> None:
         """The process of a node that it is on has ended."""
@@ -128,7 +131,7 @@ class Tries:
             self.num_deaths += 1
             self._joins_until = now + self._config.one_event_s
 
-    def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw) -> Again | Over:
+    def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw, now: float) -> Again | Over:
         """Decide, and pay. `is_at_decode`: the node to blame is the attempt's decode node."""
         cost = COST.get(error.code)
         if cost is None or not (error.retryable or error.code in _WHATEVER_THEY_SAY):
@@ -147,10 +150,16 @@ class Tries:
             if self._credit == 0:
                 return Over.SPENT
             self._credit -= 1
-        return Again(cost, self._patience_s(wait_s) if is_held else None, 0.0)
+        return Again(cost, self._patience_s(wait_s, now) if is_held else None, 0.0)
 
-    def _patience_s(self, wait_s: float) -> float:
-        """Each refusal has cost a prefill, so who is refused again asks less and less often, whatever the node says."""
+    def _patience_s(self, wait_s: float, now: float) -> float:
+        """Each refusal has cost a prefill, so who is refused again asks less and less often, whatever the node says.
+
+        Who has run for longer than the longest wait since is refused anew, not again: others wait behind it at a node with room.
+        """
+        if self._heard_at is not None and now - self._heard_at > self._config.max_refusal_wait_s:
+            self.num_refusals = 0
+        self._heard_at = None
         self.num_refusals += 1
         patience_s: float = self._config.min_refusal_wait_s * 2 ** min(self.num_refusals - 1, 6)
         return min(max(wait_s, patience_s), self._config.max_refusal_wait_s)

@@ -118,3 +118,17 @@ def test_an_attempt_is_here_one_way_only_and_a_newer_one_ends_it_whichever_way_i
     assert {(action.key.request_id, action.outcome) for action in ended if isinstance(action, ev.Ended)} >= {
         ("b", "router lost")
     }
+
+
+@pytest.mark.covers("D08", "D11")
+@pytest.mark.parametrize("num_tokens", [5, 40])
+def test_who_drains_while_a_prompt_is_computed_asks_for_a_place_once_it_has_said_a_token(num_tokens: int) -> None:
+    """A router knows of no holder before, and would not answer."""
+    node = decode_node(40)
+    node.send(dispatch("a", [1] * num_tokens, 20))
+    actions = node.feed(ev.DrainAsked(25.0))
+    words: list[str] = []
+    while "wants_move" not in words:
+        words += [str(each.message.WhichOneof("kind")) for each in actions if isinstance(each, ev.ToRouter)]
+        actions = node.step()
+    assert words.index("tokens") < words.index("wants_move")

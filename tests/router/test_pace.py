@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.pace import QueuePace
+from router.pace import _MEMORY_S, QueuePace
 
 
 @pytest.mark.covers("A12")
@@ -45,6 +45,20 @@ def test_who_comes_back_takes_the_place_of_one_that_was_dispatched() -> None:
     for _ in range(100):
         pace.came_back()
     assert pace.wait_s(10, 30.0) == 0
+
+
+@pytest.mark.covers("A12")
+def test_what_fading_left_of_those_who_came_back_makes_no_hours_of_a_slow_queue() -> None:
+    """Of two tries a second one in 120 is served, which takes a minute: nobody is to be told more than what is looked at."""
+    pace = QueuePace()
+    pace.waits(0.0)
+    for each in range(20):  # it began well: slots were free
+        pace.dispatched(1, each / 2)
+    for each in range(20, 2000):
+        pace.dispatched(1, each / 2)
+        if each % 120:
+            pace.came_back()
+        assert pace.wait_s(2, each / 2) <= 2 * _MEMORY_S
 
 
 @pytest.mark.covers("A12")

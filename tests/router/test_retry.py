@@ -30,7 +30,7 @@ def test_a_router_that_is_told_nothing_follows_three_failures_with_another_attem
     config = parse(RouterConfig, "baton router", "", ["--model", "m"], {})
     tries, draw = Tries(core_config(config, "", 0)), Draw(0)
     error = pb.PDError(code=pb.TRANSFER_FAILED, retryable=True)
-    verdicts = [tries.after(error, True, draw) for _ in range(4)]
+    verdicts = [tries.after(error, True, draw, 0.0) for _ in range(4)]
     assert [verdict is Over.SPENT for verdict in verdicts] == [False, False, False, True]
 
 
@@ -49,7 +49,7 @@ def test_budget_and_waits_are_as_a_plain_count_says(
     spent = in_row = 0
     for code, is_retryable, retry_after_ms, is_at_decode in errors:
         error = pb.PDError(code=code, retryable=is_retryable, retry_after_ms=retry_after_ms)
-        again = tries.after(error, is_at_decode, draw)
+        again = tries.after(error, is_at_decode, draw, 0.0)
         if code in FINAL or (not is_retryable and code != pb.CANCELLED):
             assert again is Over.FINAL
             continue
@@ -75,12 +75,12 @@ def test_who_was_on_as_many_nodes_as_allowed_when_they_died_is_not_sent_to_anoth
     tries = Tries(RouterCoreConfig(max_nodes_lost=2))
     lost = pb.PDError(code=pb.NODE_LOST, retryable=True)
     for name in ("d1", "d2"):
-        assert isinstance(tries.after(lost, True, Draw(1)), Again)
+        assert isinstance(tries.after(lost, True, Draw(1), 0.0), Again)
         tries.saw_death(NodeRef(name, 1))
         tries.lost(NodeRef(name, 1), now=10.0 * int(name[1]))
         tries.lost(NodeRef("d3", 1), now=20.0)  # it is silent
-    assert tries.after(lost, True, Draw(1)) is Over.SPENT, "somebody above may look at it"
-    other = tries.after(pb.PDError(code=pb.CHECKSUM, retryable=True), True, Draw(1))
+    assert tries.after(lost, True, Draw(1), 0.0) is Over.SPENT, "somebody above may look at it"
+    other = tries.after(pb.PDError(code=pb.CHECKSUM, retryable=True), True, Draw(1), 0.0)
     assert isinstance(other, Again), "other errors kill nobody"
 
 
@@ -106,8 +106,25 @@ def test_deaths_count_once_in_pairs_that_are_found_together_and_losses_of_living
         tries.lost(node, now)
         tries.lost(node, now)  # the same again is nothing new
         assert tries.num_deaths == len(events)
-        again = tries.after(pb.PDError(code=pb.NODE_LOST, retryable=True), True, Draw(1))
+        again = tries.after(pb.PDError(code=pb.NODE_LOST, retryable=True), True, Draw(1), 0.0)
         assert isinstance(again, Again) == (len(events) < 2)
+
+
+@pytest.mark.covers("R06")
+@pytest.mark.parametrize(("ran_s", "waits"), [(1.9, [0.05, 0.1, 0.2, 0.4]), (2.1, [0.05] * 4)])
+def test_who_gave_way_after_running_well_is_not_held_off_for_what_happened_before(
+    ran_s: float, waits: Sequence[float]
+) -> None:
+    tries, draw = Tries(RouterCoreConfig()), Draw(1)
+    preempted = pb.PDError(code=pb.PREEMPTED, retryable=True)
+    now, held = 0.0, []
+    for _ in waits:
+        tries.succeeded(now)
+        again = tries.after(preempted, True, draw, now + ran_s)
+        assert isinstance(again, Again)
+        held.append(again.held_s)
+        now += 10.0
+    assert held == list(waits)
 
 
 def test_who_failed_together_does_not_come_back_together() -> None:
@@ -115,8 +132,8 @@ def test_who_failed_together_does_not_come_back_together() -> None:
     rests = set()
     for _ in range(20):
         tries = Tries(RouterCoreConfig())
-        tries.after(error, True, draw)
-        again = tries.after(error, True, draw)
+        tries.after(error, True, draw, 0.0)
+        again = tries.after(error, True, draw, 0.0)
         assert isinstance(again, Again)
         rests.add(again.rest_s)
     assert len(rests) > 15
