@@ -16,6 +16,7 @@ from node.validate import sampling_problem
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_keys
 from proto.block_key import block_keys
+from proto.own_copy import own_copy
 
 
 @dataclass(slots=True)
@@ -140,12 +141,12 @@ def started_branch(
         router=lease.router,
         deadline=deadline,
         prompt_token_ids=tuple(commit.prompt_token_ids),
-        sampling=commit.sampling,
+        sampling=own_copy(commit.sampling),
         seed=started.branch.seed,
         token_ids=list(started.branch.generated_token_ids),
         first_index=commit.first_index,
         times=Received(commit.reserve_wait_us, lease.committed_at, now),
-        logprobs=list(started.logprobs),
+        logprobs=list(map(own_copy, started.logprobs)),
     )
 
 

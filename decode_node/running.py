@@ -24,6 +24,7 @@ from node.timers import Timers, earliest
 from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
+from proto.own_copy import own_copy
 
 
 class RunningBranches:
@@ -105,7 +106,7 @@ class RunningBranches:
         tokens = batches.add(branch.router, branch.key, len(branch.token_ids), (token_id,), finish, logprobs, scored)
         branch.token_ids.append(token_id)
         if logprobs is not None:
-            branch.logprobs.extend(tokens.logprobs)
+            branch.logprobs.extend(map(own_copy, tokens.logprobs))
         if scored:
             branch.prompt_logprobs.clear()
         if branch.times is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
+from proto.own_copy import own_copy
 from router import events as ev
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
@@ -152,7 +153,8 @@ class LiveRequests:
         if len(fresh) < len(token_ids):
             self.count("repeated_batches")
         if fresh:
-            scored = () if branch.request.sampling.num_logprobs is None else tuple(logprobs[-len(fresh) :])
+            has_logprobs = branch.request.sampling.num_logprobs is not None
+            scored = tuple(map(own_copy, logprobs[-len(fresh) :])) if has_logprobs else ()
             request_id, choice = branch.key
             self.actions.append(ev.Emitted(request_id, result.first_index, fresh, choice, scored))
         return True

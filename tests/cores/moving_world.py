@@ -193,6 +193,9 @@ class MovingWorld:
             match action:
                 case ev.ToRouter(_, message):
                     node.to_router.append(pb.NodeMessage.FromString(message.SerializeToString()))
+                    for tokens in message.tokens.branches:
+                        for each in tokens.logprobs:  # whoever kept a part of what is gone keeps all of it in memory
+                            each.logprob = 1.0
                 case ev.RunStep(plan):
                     node.plans.append(plan)
                 case ev.SendReserve(key, address, request):
@@ -208,6 +211,8 @@ class MovingWorld:
                     node.transport.write(link_id, lease, blocks)
                 case ev.NotifyLink(link_id, message):
                     node.transport.notify(link_id, message.SerializeToString())
+                case ev.DropWrites(link_id, lease):
+                    node.transport.drop(link_id, lease)
                 case ev.CloseLink(link_id):
                     node.transport.close(link_id)
                 case ev.AdmitLease(lease_id, secret, block_ids):
@@ -292,7 +297,9 @@ class MovingWorld:
         known = stream.token_ids[index:]
         assert list(tokens.token_ids)[: len(known)] == known[: len(tokens.token_ids)], "two nodes say different tokens"
         stream.token_ids += list(tokens.token_ids)[len(known) :]
-        stream.logprobs += list(tokens.logprobs)[len(known) :]
+        told = list(tokens.logprobs)
+        assert told[: len(known)] == stream.logprobs[index : index + len(told)], "two nodes say different logprobs"
+        stream.logprobs += told[len(known) :]
         if tokens.finish:
             stream.end = "finished"
 

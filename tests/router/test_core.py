@@ -338,3 +338,15 @@ def test_a_batch_of_more_branches_than_a_node_has_is_not_answered_one_by_one() -
     world.feed(FromNode(ref("d"), sent))
     assert len(world.sent) == num_before
     assert world.counts[-1] == ("stale_messages", "oversized")
+
+
+def test_logprobs_that_are_kept_do_not_keep_the_message_that_they_came_in() -> None:
+    """It has all branches' tokens of a step: of each token kilobytes would stay until its answer is whole."""
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0)
+    key = pb.AttemptKey(request_id="a")
+    tokens = pb.BranchTokens(key=key, token_ids=[5], logprobs=[pb.TokenLogprobs(logprob=-1.5)])
+    message = pb.NodeMessage(tokens=pb.TokenBatch(branches=[tokens], from_receiver=True))
+    world.feed(FromNode(ref("d1"), message))
+    message.tokens.branches[0].logprobs[0].logprob = 1.0
+    assert [each.logprob for each in world.logprobs["a"]] == [-1.5]

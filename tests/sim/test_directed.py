@@ -64,3 +64,23 @@ def test_prompts_that_together_exceed_every_pool_are_all_served(seed: int) -> No
     clients = tuple(client(number, prompt=prompt, max_tokens=1 + number) for number, prompt in enumerate(prompts))
     outcome = run_scenario(Scenario(seed, knobs, clients))
     assert outcome.error is None and outcome.counters["client:finished"] == len(clients), outcome.error
+
+
+# Steps so slow that a drain begins in the middle of prompts, and that what runs would run beyond its deadline: who is asked for no
+# place then, or not answered, is computed again at the end of it.
+LONG = tuple(
+    client(number, prompt=tuple((number * 7 + at) % 11 for at in range(24)), max_tokens=70) for number in range(2)
+)
+
+
+@pytest.mark.parametrize("at", [1.2, 2.6, 8.0])
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+@pytest.mark.covers("D08", "D11")
+def test_whose_prompts_are_computed_when_a_drain_begins_moves_too(role: str, at: float) -> None:
+    roles = {"num_prefill": 0, "num_decode": 0, f"num_{role}": 2}
+    sizes = {"num_slots": 8, "num_blocks": 96, "local_prefill_chunk": 8, "max_batched_tokens": 16}
+    knobs = Knobs(**roles, **sizes, step_s=0.5, local_prefill_max_tokens=0)  # type: ignore[arg-type]
+    outcome = run_scenario(Scenario(3, knobs, LONG, (Fault(at, "drain", f"{role}-0", seconds=0.3),)))
+    assert outcome.error is None, outcome.error
+    assert outcome.counters["client:finished"] == len(LONG)
+    assert not [name for name in outcome.counters if name.startswith("retries:")]
