@@ -56,14 +56,18 @@ class RedisReader:
 
     async def _keep_reading(self) -> None:
         backoff_s = BACKOFF_MIN_S
-        is_readable: bool | None = None  # None: not tried yet
+        is_readable = False
+        told: set[str] = (
+            set()
+        )  # why it is not, of this outage: who starts a dead Redis may have one next that asks for a password
         while True:
             try:
                 content = await self._store.read()
             except RegistryUnreachable as error:
                 self._count("failed_reads", 1)
-                if is_readable is not False:
+                if str(error) not in told:
                     log_event(LOG, logging.WARNING, "registry_unreachable", registry=self._store.name, reason=error)
+                told.add(str(error))
                 is_readable = False
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, self._store.backoff_max_s)
@@ -71,6 +75,7 @@ class RedisReader:
             if not is_readable:
                 log_event(LOG, logging.INFO, "registry_read", registry=self._store.name, nodes=len(content.rows))
             is_readable = True
+            told.clear()
             backoff_s = BACKOFF_MIN_S
             self._take(content)
             await asyncio.sleep(PERIOD_S)

@@ -18,6 +18,7 @@ from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
 from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.grpc_reply import parsed
+from runtime.listing import older_sentence
 from runtime.logs import log_event
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -30,6 +31,8 @@ LOG = logging.getLogger(__name__)
 PERIOD_S: Final = 0.5  # a third of the registry's ttl
 BACKOFF_MIN_S: Final = 0.05
 BACKOFF_MAX_S: Final = 1.0
+# A clock that was set back makes who follows a dead process older than it, until that is missed: after TTL_S, and a call's time.
+OLDER_PATIENCE_S: Final = 3.0
 _CALL_TIMEOUT_S: Final = 0.5
 
 
@@ -146,23 +149,37 @@ class RegistryClient:
 
     async def _keep_registered(self, registry: Registry) -> None:
         backoff_s = BACKOFF_MIN_S
-        is_registered: bool | None = None  # None: not tried yet
+        is_registered = False
+        told: set[str] = set()  # why it could not be reached, of this outage
+        waits_until: float | None = None  # for the one that is listed to be missed
         while True:
+            entry = self._entry()
             try:
-                refusal = await registry.register(self._entry())
+                refusal = await registry.register(entry)
             except RegistryUnreachable as error:
-                if is_registered is not False:
+                if str(error) not in told:
                     log_event(LOG, logging.WARNING, "registry_unreachable", registry=registry.name, reason=error)
+                told.add(str(error))
                 is_registered = False
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, registry.backoff_max_s)
                 continue
             if refusal:
+                now = asyncio.get_running_loop().time()
+                waits_until = waits_until or now + OLDER_PATIENCE_S
+                if (
+                    not is_registered
+                    and now < waits_until
+                    and refusal == older_sentence(Peer(entry.node.name, entry.node.incarnation))
+                ):
+                    await asyncio.sleep(PERIOD_S)
+                    continue
                 self._refused(registry, refusal)
                 return
             if not is_registered:
                 log_event(LOG, logging.INFO, "registered", registry=registry.name)
             is_registered = True
+            told.clear()
             self._on_registered()
             backoff_s = BACKOFF_MIN_S
             await asyncio.sleep(PERIOD_S)

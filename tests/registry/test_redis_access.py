@@ -12,8 +12,10 @@ import pytest
 from runtime.redis_store import RedisStore
 from runtime.registry_client import RegistryUnreachable
 from runtime.unanswered import why_no_redis
-from tests.registry.redis_server import started_redis
+from tests.registry.redis_server import RedisServer, started_redis
 from tests.registry.test_listing import entry
+from tests.registry.test_redis_registry import running_node, running_router
+from tests.session.ends import until
 
 PASSWORD = "correct horse@#/?"
 ENCODED = "correct%20horse%40%23%2F%3F"
@@ -98,3 +100,33 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
             with pytest.raises(RegistryUnreachable) as failure:
                 registered(url)
             assert why_no_redis(str(failure.value)) == sentence
+
+
+@pytest.mark.covers("R13")
+def test_another_reason_why_a_redis_cannot_be_read_is_logged_too_and_none_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is down at first, then it asks for a password: a router and a node say both."""
+
+    def told() -> list[str]:
+        lines = [each.getMessage() for each in caplog.records if "registry_unreachable" in each.getMessage()]
+        return sorted(line.rpartition("reason=")[2].split()[0] for line in lines)
+
+    async def scenario(redis: RedisServer) -> None:
+        url = f"redis://127.0.0.1:{redis.port}/0"
+        async with running_router(url) as router, running_node(url, entry()):
+            await until(lambda: len(told()) == 2, PATIENCE_S)
+            assert told()[0] == told()[1] == "ConnectionError"
+            await asyncio.to_thread(redis.start)
+            await until(lambda: len(told()) == 4, PATIENCE_S)
+            assert all(reason.startswith("Authentication") for reason in told()[:2]), told()
+            num_looks = router.counts["failed_reads"]
+            await until(lambda: router.counts["failed_reads"] > num_looks + 3, PATIENCE_S)
+            assert len(told()) == 4
+
+    with (
+        started_redis(tmp_path, "--requirepass", PASSWORD, url=f"redis://:{ENCODED}@127.0.0.1:{{port}}/0") as redis,
+        caplog.at_level(logging.WARNING),
+    ):
+        redis.kill()
+        asyncio.run(scenario(redis))

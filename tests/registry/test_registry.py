@@ -188,6 +188,41 @@ def test_a_refused_node_hears_the_sentence_once() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.covers("R13")
+def test_who_follows_a_dead_process_after_a_clock_was_set_back_is_listed_once_that_is_missed() -> None:
+    async def scenario() -> None:
+        async with running_registry(ttl_s=0.5) as running:
+            dead, follower = entry(incarnation=1), entry(incarnation=2)
+            dead.started_ms, follower.started_ms = 7_200_000, 3_600_000
+            assert await EmbeddedRegistry(running.address).register(dead) == ""
+            client = RegistryClient([EmbeddedRegistry(running.address)], lambda: follower, never)
+            client.start()
+            await until(lambda: ("listed", Peer(NODE.name, 2)) in running.handler.happened)
+            assert ("missed", NODE) in running.handler.happened
+            await client.deregister()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13")
+def test_who_is_older_than_a_living_process_of_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_client, "OLDER_PATIENCE_S", 0.7)
+
+    async def scenario() -> None:
+        async with running_registry() as running:
+            living, older = entry(incarnation=1), entry(incarnation=2)
+            living.started_ms, older.started_ms = 7_200_000, 3_600_000
+            assert await EmbeddedRegistry(running.address).register(living) == ""
+            told: list[str] = []
+            client = RegistryClient([EmbeddedRegistry(running.address)], lambda: older, told.append)
+            client.start()
+            await until(lambda: bool(told))
+            assert "started before the one that is listed" in told[0]
+            await client.deregister()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.covers("D08")
 @pytest.mark.usefixtures("patient_calls")
 def test_a_changed_entry_is_announced_at_once_whichever_router_is_down_and_everybody_can_read_the_list() -> None:
