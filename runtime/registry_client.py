@@ -167,11 +167,8 @@ class RegistryClient:
             if refusal:
                 now = asyncio.get_running_loop().time()
                 waits_until = waits_until or now + OLDER_PATIENCE_S
-                if (
-                    not is_registered
-                    and now < waits_until
-                    and refusal == older_sentence(Peer(entry.node.name, entry.node.incarnation))
-                ):
+                is_older = refusal == older_sentence(Peer(entry.node.name, entry.node.incarnation))
+                if is_older and not is_registered and now < waits_until:
                     await asyncio.sleep(PERIOD_S)
                     continue
                 self._refused(registry, refusal)
