@@ -67,9 +67,9 @@ class ChatConfig:
     temperature: float | None = knob(None, "of the sampling; none: the model's own", low=0, high=2)
     seed: int | None = knob(None, "of the sampling", low=0, high=(1 << 63) - 1)
     patience_s: float = knob(
-        60.0, "seconds to wait, in all, for a server that is busy and says when to come back", low=0
+        60.0, "seconds to wait, in all, for a server that is busy and says when to come back", low=0, high=86_400
     )
-    timeout_s: float = knob(600.0, "seconds of silence until an answer counts as lost", low=0.001)
+    timeout_s: float = knob(600.0, "seconds of silence until an answer counts as lost", low=0.001, high=86_400)
     history: Path | None = knob(None, "file that keeps typed lines from one chat to the next", metavar="FILE")
 
     def __post_init__(self) -> None:

@@ -102,6 +102,6 @@ def _said(config: UpConfig, fields: Sequence[str]) -> list[str]:
 
 def _shared_file(config: UpConfig) -> list[str]:
     """The user's TOML file, if it says anything to the children."""
-    if config.config is None or not tables_in(config.config) - {"up"}:
+    if config.config is None or not tables_in(config.config).keys() - {"up"}:
         return []
     return ["--config", str(config.config)]

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from runtime.process import EXIT_NOT_NOW, EXIT_USAGE
+
 READY_POLL_S: Final = 0.02  # a rename cannot be awaited without inotify, which the standard library lacks
 
 
@@ -106,6 +108,11 @@ class ChildProcess:
         """Of the ended process; minus the signal's number if one ended it; None while it runs."""
         return self._process.returncode
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether it ended with one sentence of its own, about what it was told or what is not there now."""
+        return self.exit_code in (EXIT_USAGE, EXIT_NOT_NOW)
+
     def how_it_ended(self) -> str:
         """One line for the user about a child that has ended."""
         code = self._process.returncode
@@ -114,7 +121,10 @@ class ChildProcess:
 
     def last_sentence(self) -> str:
         """The last line of its log: for a process that ended, why."""
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:  # somebody has taken the run directory away
+            return f"its log cannot be read: {error.strerror}"
         # An exception group is drawn with a frame, which says nothing.
         lines = [line.strip(" |+-") for line in text.splitlines()]
         return next((line for line in reversed(lines) if line), "nothing")

@@ -274,7 +274,7 @@ class _Launcher:
 
     def _report_failed_start(self, child: ChildProcess) -> int:
         """Show the child's own words: the user asked for one command and gets one answer."""
-        if child.exit_code == EXIT_USAGE:
+        if child.was_refused:
             sys.stderr.write(f"baton up: {child.last_sentence()}\n")
             return EXIT_USAGE
         sys.stderr.write(f"baton up: {child.how_it_ended()}; its last line: {child.last_sentence()}\n")

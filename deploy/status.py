@@ -6,6 +6,7 @@ Everything shown is what the router knows (`/state`, `/v1/requests`), so one add
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Show it; 0, or 1 if the router cannot be asked."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(StatusConfig, "baton status", DESCRIPTION, with_url(words))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the terminal would stay as a table left it
     try:
         with Pages(config.url, config.api_key, config.tls_dir) as pages, pages.as_we_know_them():
             _show(config, pages)

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from runtime.config import knob
+from runtime.config import knob, tables_in
 from runtime.kv_pool_address import read_kv_pool_address
 from runtime.process import is_loopback
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 DEMO_MODEL: Final = Path(__file__).resolve().parent / "demo_model"  # ships with Baton (docs/demo_model.md)
 DEMO_NAME: Final = "baton-demo"
+
+# What a child's table must not say, by room. Of these the launcher has to know, to reach its children and to tell the user how to;
+# or it gives them to each, whatever a table says.
+_CHOSEN: Final = ("advertise", "http_port", "grpc_port", "kv_port", "node_id", "router", "registry_port")
+_KNOWN: Final = ("model", "registry", "registry_namespace", "tls_dir", "api_keys", "threads")
 
 
 def _of_nodes(help: str, low: float | None = 1, **details: Any) -> Any:
@@ -159,7 +164,18 @@ class UpConfig:
         """Whether there are nodes whose role it is to compute prompts; else decode nodes do, for good."""
         return self.prefill + self.mixed > 0
 
+    def _check_tables(self, path: Path) -> None:
+        for room, table in tables_in(path).items():
+            for key in table if room != "up" else ():
+                if key in _CHOSEN or (key in ("host", "port") and room != "router"):
+                    raise ValueError(f"{path}: [{room}] {key}: baton up chooses that itself, for each process")
+                if key in _KNOWN or key in ("host", "port"):
+                    flag = "--" + key.replace("_", "-")
+                    raise ValueError(f"{path}: [{room}] {key}: baton up has to know; say it under [up], or by {flag}")
+
     def __post_init__(self) -> None:
+        if self.config is not None:
+            self._check_tables(self.config)
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
         if self.kv_pool is not None:

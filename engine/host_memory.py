@@ -7,6 +7,7 @@ count as free that can be written back and dropped, as the kernel does before it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -23,6 +24,11 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     for folder, names in _groups(root):
         free = min(free, _left(folder, *names))
     return free
+
+
+def physical_memory_bytes() -> int:
+    """What the machine has, whoever uses it."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _available(meminfo: str) -> int:

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 
 from engine.block_pool import BlockPool
-from engine.config_values import ModelError
 from engine.device import check_devices, choose_device, free_device_bytes, rank_device
 from engine.fingerprint import Fingerprint, files_state, fingerprint_fields
-from engine.host_memory import free_memory_bytes
+from engine.host_memory import free_memory_bytes, physical_memory_bytes
 from engine.kv_memory import KvMemory, KvSides, kv_block_bytes
 from engine.lockstep import Followers, PipedFollowers
 from engine.model import Model, load_model
@@ -40,6 +39,7 @@ from node.sizes import EngineSizes, engine_sizes
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
 from runtime.logs import log_event
+from runtime.process import NotNow
 from runtime.tokenizer_digest import tokenizer_digest
 
 LOG = logging.getLogger(__name__)
@@ -122,7 +122,8 @@ def build_engine(
     sizes = engine_sizes(config, model_config.max_position_embeddings, block_bytes, free_bytes)
     if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
         wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20
-        raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
+        kind = NotNow if wanted_mib << 20 < physical_memory_bytes() else ValueError
+        raise kind(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
     machine = (
         _one_rank(config, sizes, dtype, device) if config.tp == 1 else _several_ranks(config, sizes, dtype, device)
     )
@@ -150,13 +151,13 @@ def build_engine(
 def _fingerprint(config: NodeConfig, dtype: str, kernels: str, state: object) -> Fingerprint:
     """Of the very files that were read: were it the next model's, this one's KV would go into its sequences.
 
-    `state`: of the files before the first was read. Raises ModelError.
+    `state`: of the files before the first was read. Raises NotNow, or ModelError.
     """
     with suppress(OSError):  # one has gone meanwhile
         fields = fingerprint_fields(config.model, dtype, config.block_size, kernels)
         if files_state(config.model) == state:
             return fields
-    raise ModelError(f"{config.model} was changed while it was read: start again once nobody writes to it")
+    raise NotNow(f"{config.model} was changed while it was read: start again once nobody writes to it")
 
 
 class _Machine(NamedTuple):
@@ -180,7 +181,7 @@ def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.
         model.capture(memory.tensor, config.max_num_seqs, sizes.max_model_len)
     except torch.OutOfMemoryError:
         needed = f"the weights, --num-blocks {sizes.num_blocks} of KV, and what steps need besides"
-        raise ValueError(f"{device} has no room for {needed}: fewer blocks leave more") from None
+        raise NotNow(f"{device} has no room for {needed}: fewer blocks leave more") from None
     return _Machine(model, memory, memory, inexactness)
 
 

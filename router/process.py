@@ -102,7 +102,7 @@ def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
         tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
         uvloop.run(_serve(config, ModelText(config.model), credentials, tracing, worker))
     except (ModelDirectoryError, CannotListen, CannotWrite, CredentialsError, KeyFileError, NoTracing) as error:
-        fatal(f"baton router: {error}")
+        fatal(f"baton router: {error}", error)
     return 0
 
 

@@ -153,9 +153,9 @@ def from_json(config_type: type[T], text: str) -> T:
     return config_type(**values)
 
 
-def tables_in(path: Path) -> frozenset[str]:
-    """The rooms for which the TOML file at `path` has a table; raises ConfigError if it cannot be read."""
-    return frozenset(key for key, value in _toml(path).items() if isinstance(value, dict))
+def tables_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The tables of the TOML file at `path`, by room; raises ConfigError if it cannot be read."""
+    return {key: value for key, value in _toml(path).items() if isinstance(value, dict)}
 
 
 def values_in(path: Path, room: str) -> dict[str, Any]:

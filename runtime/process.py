@@ -34,7 +34,9 @@ _STDIN: Final = 0
 _STDERR: Final = 2
 _LOOK_EVERY_S: Final = 1.0
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
+EXIT_NOT_NOW: Final = 75  # what may pass by itself; sysexits.h: EX_TEMPFAIL
 _TRIAL: Final = bytes(4096)  # as much as a ready file has at most: a full disk takes files, and nothing in them
+_OF_AN_ADDRESS: Final = (errno.EADDRNOTAVAIL, socket.EAI_AGAIN, socket.EAI_NONAME)  # as a machine starts
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _Result = TypeVar("_Result")
 
@@ -43,10 +45,19 @@ class CannotWrite(ValueError):
     """A file that the user has named cannot be written; the message names flag, path and reason."""
 
 
-def fatal(message: str) -> NoReturn:
-    """End the process with one line on stderr and exit code 2: something that the user can mend."""
+class NotNow(ValueError):
+    """What cannot be used, and perhaps can in a while: who starts processes may start this one again."""
+
+
+def fatal(message: str, error: BaseException | None = None) -> NoReturn:
+    """End the process with one line on stderr and exit code 2: something that the user can mend.
+
+    Code 75 where it is of an `error` that may pass by itself: memory that another process still has, an address that is not up yet.
+    """
     sys.stderr.write(" ".join(message.split()) + "\n")
-    raise SystemExit(EXIT_USAGE)
+    cause = None if error is None else error.__cause__
+    may_pass = isinstance(error, NotNow) or (isinstance(cause, OSError) and cause.errno in _OF_AN_ADDRESS)
+    raise SystemExit(EXIT_NOT_NOW if may_pass else EXIT_USAGE)
 
 
 def end_process(main: Callable[[], object]) -> NoReturn:
@@ -180,7 +191,7 @@ def die_with_parent(parent_pid: int) -> None:
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
-        raise SystemExit(1)
+        fatal(f"--parent-pid {parent_pid}: is not the process that started this one, or has ended")
 
 
 def computed_s(pid: int) -> float:

@@ -147,7 +147,7 @@ def test_a_rooms_table_wins_over_the_top_level_and_other_rooms_tables_are_not_re
     """One file can serve a whole cluster."""
     toml = write(tmp_path, 'model = "m"\n[prefill]\nblock_size = 8\n[decode]\nblock_size = 9\nonly_of_decode = 1\n')
     assert read([], {}, toml).block_size == 8
-    assert tables_in(toml) == {"prefill", "decode"}
+    assert tables_in(toml).keys() == {"prefill", "decode"}
 
 
 @pytest.mark.parametrize(
@@ -294,10 +294,9 @@ def test_every_choice_of_the_nodes_arrives_by_flag_and_by_variable_be_it_none(
 ) -> None:
     pool = ("--kv-pool", "file:///pool")  # without one there is nothing to be saved in
     means = {"on": (True, "on"), "off": (False, "off")}.get(choice, (choice,))
-    _, node = children_of(tmp_path, monkeypatch, {}, *pool, "--" + name.replace("_", "-"), choice)
-    assert getattr(node, name) in means
-    _, node = children_of(tmp_path, monkeypatch, {f"BATON_{name.upper()}": choice}, *pool)
-    assert getattr(node, name) in means
+    _, by_flag = children_of(tmp_path, monkeypatch, {}, *pool, "--" + name.replace("_", "-"), choice)
+    _, by_variable = children_of(tmp_path, monkeypatch, {f"BATON_{name.upper()}": choice}, *pool)
+    assert getattr(by_flag, name) in means and getattr(by_variable, name) in means
 
 
 def test_what_baton_up_was_told_wins_at_its_children_over_their_variables_be_it_the_default(
@@ -321,12 +320,28 @@ def test_what_baton_up_was_told_wins_at_its_children_over_their_variables_be_it_
 def test_what_baton_up_was_told_wins_at_its_children_over_the_file_and_the_rest_is_their_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, '[router]\nworkers = 4\napi_keys = "/keys"\n[decode]\nnum_blocks = 7\nkv_pool = "file:///pool"\n')
+    write(tmp_path, '[router]\nworkers = 4\nmax_queue = 9\n[decode]\nnum_blocks = 7\nkv_pool = "file:///pool"\n')
     router, node = children_of(tmp_path, monkeypatch, {})
-    assert (router.workers, router.api_keys, node.num_blocks, node.kv_pool) == (4, Path("/keys"), 7, "file:///pool")
-    flags = ("--workers", "1", "--api-keys", "none", "--num-blocks", "none", "--kv-pool", "none")
+    assert (router.workers, router.max_queue, node.num_blocks, node.kv_pool) == (4, 9, 7, "file:///pool")
+    flags = ("--workers", "1", "--num-blocks", "none", "--kv-pool", "none")
     router, node = children_of(tmp_path, monkeypatch, {}, *flags)
-    assert (router.workers, router.api_keys, node.num_blocks, node.kv_pool) == (1, None, None, None)
+    assert (router.workers, router.max_queue, node.num_blocks, node.kv_pool) == (1, 9, None, None)
+
+
+@pytest.mark.parametrize(
+    ("room", "key", "said"),
+    [("router", key, "say it under [up], or by --") for key in ("api_keys", "tls_dir", "host", "port", "registry")]
+    + [("decode", key, "say it under [up], or by --") for key in ("threads", "tls_dir", "model")]
+    + [("prefill", key, "chooses that itself") for key in ("host", "kv_port", "advertise", "node_id")],
+)
+def test_what_baton_up_must_know_is_said_to_it_and_not_to_its_children(
+    room: str, key: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, f"[{room}]\n{key} = 1\n")
+    with pytest.raises(SystemExit) as ended:
+        children_of(tmp_path, monkeypatch, {})
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and f"[{room}] {key}: baton up " in told and said in told
 
 
 def test_variables_of_one_process_reach_no_node_of_baton_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

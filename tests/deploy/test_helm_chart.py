@@ -41,8 +41,9 @@ from tests.deploy.pods import (
     resolved,
     selects,
 )
+from tests.thorough import examples
 
-NUM_DRAWN: Final = 20
+NUM_DRAWN: Final = examples(20, 2)
 CONFIGS: Final[dict[str, type[NodeConfig] | type[RouterConfig]]] = {"node": NodeConfig, "router": RouterConfig}
 # Nobody's knobs, but read by what runs in the pods.
 NO_KNOBS: Final = {"POD_NAME", "POD_IP", "REDIS_PASSWORD", "TRITON_CACHE_DIR"}

@@ -94,7 +94,8 @@ def test_a_child_dies_with_a_parent_that_was_killed() -> None:
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     """The parent may die between fork and the call."""
     result = subprocess.run([sys.executable, "-c", CHILD, "1"], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "--parent-pid 1: is not the process that started this one, or has ended\n"
 
 
 def test_without_a_parent_to_watch_nothing_changes() -> None:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -85,3 +92,43 @@ def test_a_key_is_the_routers_alone_to_see() -> None:
         server.shutdown()
         thread.join()
     assert keys == [("/state", "Bearer a-key"), ("/state", None)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_is_left_as_it_was_whichever_signal_ends_it(number: signal.Signals) -> None:
+    class Told(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(STATE if self.path == "/state" else {"data": []}).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        terminal, its = pty.openpty()
+        command = [
+            sys.executable,
+            "-m",
+            "deploy.status",
+            f"http://127.0.0.1:{server.server_port}",
+            "--interval-s",
+            "0.1",
+        ]
+        with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": "xterm"}) as shown:
+            os.close(its)
+            text = b""
+            while text.count(b"decode-0") < 2:  # the first look is drawn before a signal is expected
+                text += os.read(terminal, 65536)
+            shown.send_signal(number)
+            with suppress(OSError):  # EIO: nobody has it open any more
+                while more := os.read(terminal, 65536):
+                    text += more
+            assert shown.wait(60) == 0
+        os.close(terminal)
+        server.shutdown()
+        thread.join()
+    for shows, hides in ((b"\x1b[?1049l", b"\x1b[?1049h"), (b"\x1b[?25h", b"\x1b[?25l")):
+        assert text.rfind(shows) > text.rfind(hides) >= 0

@@ -19,6 +19,7 @@ from node.assembly import build_engine
 from node.config import NodeConfig
 from node.identity import NodeIdentity
 from proto import baton_pb2 as pb
+from runtime.process import NotNow
 from runtime.tokenizer_digest import tokenizer_digest
 
 
@@ -140,7 +141,7 @@ def test_a_model_that_is_changed_while_it_is_read_is_refused(
     config = NodeConfig(model=own_model_dir, router=("127.0.0.1:1",), num_blocks=16)
     build_engine(config, NodeIdentity("n", 1)).close()
     monkeypatch.setattr("node.assembly.load_model", load_and_change)
-    with pytest.raises(ModelError, match=r"model was changed while it was read: start again"):
+    with pytest.raises(NotNow, match=r"model was changed while it was read: start again"):
         build_engine(config, NodeIdentity("n", 1))
 
 

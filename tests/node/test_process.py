@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests import forked
@@ -36,7 +37,8 @@ node.incarnation.SessionTiming = lambda **_: runtime.session.SessionTiming(silen
 runtime.registry_client._CALL_TIMEOUT_S = 60.0
 """
 PATIENT_NODE = f"""{PATIENCE}
-import runpy, sys
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))  # as systems begin with
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
@@ -114,6 +116,8 @@ def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm
         assert (state["block_size"], state["max_model_len"]) == (8, 256)
         assert state["fingerprint"]["dtype"] == "fp32"
         assert (state["transport"]["transports"], state["transport"]["links"]) == (["shm", "zmq"], {})
+        num_files, most = psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)
+        assert num_files == (1 << 16 if most == psutil.RLIM_INFINITY else min(1 << 16, most))
         host, port = ready["grpc"].split(":")
         socket.create_connection((host, int(port))).close()
         process.send_signal(signal.SIGTERM)
@@ -127,7 +131,7 @@ def test_a_node_whose_launcher_has_died_ends_before_it_loads(role: str, model_di
     ended = subprocess.run(
         [*command, *flags(model_dir)], env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2 and "--parent-pid 1: is not the process that started this one" in ended.stderr
     assert "node.config" in ended.stderr and "torch" not in ended.stderr and "grpc" not in ended.stderr
 
 

@@ -175,6 +175,14 @@ def test_a_host_to_listen_on_that_is_not_here_is_said_of_host_and_not_of_the_por
     assert why_not_listening(caught.value, "--port", host, 0) == f"--host {host}: {why}"
 
 
+def test_an_address_that_is_not_up_yet_is_one_line_and_exit_code_75(model: Path) -> None:
+    """Who starts it again may find it there."""
+    flags = ("--model", str(model), "--port", "0", "--host", "192.0.2.1")
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 75
+    assert ended.stderr.splitlines()[-1] == "baton router: --host 192.0.2.1: is no address of this machine"
+
+
 @pytest.mark.parametrize(("name", "why"), [("none", "is not a directory"), ("x" * 300, "File name too long")])
 def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path, name: str, why: str) -> None:
     flags = ("--model", str(tmp_path / name), "--port", "0")
