@@ -15,6 +15,7 @@ from typing import Final
 
 from bench.cluster import BATON, environment_of_a_cluster
 from bench.namespaces import Network
+from tests import forked
 from tests.by_hand.unit import Unit, file_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -119,7 +120,7 @@ class Host:
         variables["BATON_PARENT_PID"] = str(os.getpid())  # whatever happens to this process, it ends
         command = [self.here(word) for word in found.command()]
         with self._net.entered(self.name), (self.folder / f"{unit}.log").open("ab") as log:
-            self.processes[unit] = subprocess.Popen(command, stdout=log, stderr=log, env=variables, cwd="/")
+            self.processes[unit] = forked.Popen(command, stdout=log, stderr=log, env=variables, cwd="/")
 
     def _stop(self, unit: str) -> None:
         found, _ = self._unit(unit)

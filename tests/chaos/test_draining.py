@@ -18,7 +18,7 @@ from bench.cluster import BATON
 from bench.fleet import wait_until
 from tests.chaos.answers import Told, ask
 from tests.chaos.conftest import Broken, started_town
-from tests.chaos.test_real_faults import MAX_TOKENS, long_requests
+from tests.chaos.test_real_faults import MAX_TOKENS, SLOW_S, long_requests
 from tests.plain_http import NO_CERTIFICATES
 
 NUM_CLIENTS: Final = 4
@@ -86,7 +86,7 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
 ) -> None:
     fleet = town.fleet
     bodies, moved, losses = long_requests(fresh_seed), fleet.metric("moves_total", "done"), Losses(town)
-    with fleet.slow_steps(0.02):
+    with fleet.slow_steps(SLOW_S):
         asked = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("decode-0"), "there is nothing to move"
@@ -100,7 +100,7 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     assert is_computed_once or losses.was_starved(), "something was computed again"
     losses.assert_none()
 
-    with fleet.slow_steps(0.02):
+    with fleet.slow_steps(SLOW_S):
         more = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("decode-1"), "there is nothing to wait for"
@@ -118,10 +118,10 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
 ) -> None:
     with started_town(tiny_model, tmp_path, ("router", "mixed-0", "mixed-1")) as town:
         fleet, losses = town.fleet, Losses(town)
-        bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=1000)
+        bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=500)
         for body in bodies:  # seconds of work, and room for all of it on either node
-            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 400, "n": 1}
-        with fleet.slow_steps(0.02):
+            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 200, "n": 1}
+        with fleet.slow_steps(SLOW_S):
             asked = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-0"), "there is nothing to move"
@@ -135,7 +135,7 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         assert "was_cut_short=False" in fleet.log_text("mixed-0")
         town.told(asked)
         losses.assert_none()
-        with fleet.slow_steps(0.02):
+        with fleet.slow_steps(SLOW_S):
             more = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-1"), "there is nothing to wait for"
@@ -202,7 +202,7 @@ def drain_by_command(town: Broken, node: str) -> None:
 def test_every_node_restarted_in_turn_under_load_fails_no_request(town: Broken, fresh_seed: int) -> None:
     fleet = town.fleet
     moved, losses = fleet.metric("moves_total", "done"), Losses(town)
-    with fleet.slow_steps(0.005), steady_clients(town, fresh_seed, max_tokens=SHORT_TOKENS) as clients:
+    with fleet.slow_steps(0.01), steady_clients(town, fresh_seed, max_tokens=SHORT_TOKENS) as clients:
         for node in fleet.nodes:
             wait_until_it_works(town, node)
             losses.assert_none()

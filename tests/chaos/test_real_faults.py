@@ -21,7 +21,8 @@ from tests.thorough import IS_THOROUGH
 
 NUM_REQUESTS: Final = 8 if IS_THOROUGH else 6
 HALF: Final = NUM_REQUESTS // 2
-MAX_TOKENS: Final = 180  # more than are said until a fault comes
+MAX_TOKENS: Final = 100  # with slow steps, more than are said until a fault comes
+SLOW_S: Final = 0.04  # each of them
 WHY_NOT: Final = why_not()
 needs_network = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}")
 
@@ -54,7 +55,7 @@ def long_requests(
 def test_a_killed_decode_nodes_requests_go_on_elsewhere_to_their_fault_free_ends(town: Broken, fresh_seed: int) -> None:
     bodies = long_requests(fresh_seed)
     retries = town.fleet.metric("retries_total", "NODE_LOST")
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(SLOW_S):
         asked = town.send(bodies)
         wait_until("the node decodes", lambda: town.running("decode-0") >= 2)
         since = now()
@@ -71,7 +72,7 @@ def test_a_killed_decode_nodes_requests_go_on_elsewhere_to_their_fault_free_ends
 def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are_released(
     town: Broken, fresh_seed: int
 ) -> None:
-    bodies = long_requests(fresh_seed, 4, prompt_tokens=2000)
+    bodies = long_requests(fresh_seed, 4, prompt_tokens=1000)
     before = {name: town.fleet.state(name) for name in ("decode-0", "decode-1")}
     victims: list[str] = []
 
@@ -85,7 +86,7 @@ def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are
         return bool(victims)
 
     retries = town.fleet.metric("retries_total")
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(SLOW_S):
         asked = town.send(bodies)
         wait_until("a lease is half written", is_half_written)
         town.fleet.kill(victims[0])
@@ -101,10 +102,10 @@ def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are
 def test_a_stopped_nodes_requests_go_on_elsewhere_and_it_is_taken_back_as_it_is(
     town: Broken, fresh_seed: int, victim: str
 ) -> None:
-    bodies = long_requests(fresh_seed, prompt_tokens=1000 if victim == "prefill-0" else 0)
+    bodies = long_requests(fresh_seed, prompt_tokens=500 if victim == "prefill-0" else 0)
     incarnation = town.fleet.state(victim)["incarnation"]
     retries = town.fleet.metric("retries_total", "NODE_LOST")
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(SLOW_S):
         asked = town.send(bodies[:HALF])
         wait_until("it has work", lambda: town.running(victim) >= 1)
         since = now()
@@ -124,7 +125,7 @@ def test_a_killed_routers_clients_lose_their_connections_and_nobody_else_anythin
     town: Broken, fresh_seed: int
 ) -> None:
     bodies = long_requests(fresh_seed)
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(SLOW_S):
         lost, kept = town.send(bodies[:HALF], "router-1"), town.send(bodies[HALF:])
         wait_until("both work", lambda: town.running("decode-0") + town.running("decode-1") >= 2)
         town.fleet.kill("router-1")
@@ -142,9 +143,9 @@ def test_a_stopped_router_goes_on_with_its_streams_when_it_wakes_long_after_the_
 ) -> None:
     bodies = long_requests(fresh_seed, 2)
     for body in bodies:  # many seconds of work, or the nodes would have finished it before they miss the router
-        body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 600, "n": 1}
+        body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 300, "n": 1}
     retries = town.fleet.metric("retries_total", router="router-1")
-    with town.fleet.slow_steps(0.06):
+    with town.fleet.slow_steps(0.12):
         asked = town.send(bodies, "router-1")
         town.fleet.freeze("router-1")
         town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)  # of its work, too
@@ -175,7 +176,7 @@ def test_a_router_cut_off_from_a_decode_node_finds_it_and_goes_on_elsewhere_unti
     bodies = long_requests(fresh_seed)
     incarnation = town.fleet.state("decode-0")["incarnation"]
     retries = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(SLOW_S):
         asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
         wait_until("it has work", lambda: town.fleet.metric("node_branches", 'node="decode-0"') >= 1)
         since = now()
@@ -200,8 +201,8 @@ def test_nodes_cut_off_from_each_other_in_the_middle_of_a_transfer_cost_a_retry_
 ) -> None:
     """The router hears both: nobody is lost, but KV does not get across."""
     assert town.net is not None
-    bodies = long_requests(fresh_seed, prompt_tokens=1000)
-    with town.fleet.slow_steps(0.02):
+    bodies = long_requests(fresh_seed, prompt_tokens=500)
+    with town.fleet.slow_steps(SLOW_S):
         asked = town.send(bodies[:HALF])
         for prefill in ("prefill-0", "prefill-1"):
             town.net.cut(prefill, "decode-0")
@@ -223,7 +224,7 @@ def test_a_node_without_its_cable_is_missed_by_both_routers_and_comes_back_with_
 ) -> None:
     assert town.net is not None
     bodies = long_requests(fresh_seed)
-    with town.fleet.slow_steps(0.02):
+    with town.fleet.slow_steps(SLOW_S):
         asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
         since = now()
         town.net.unplug("decode-1")

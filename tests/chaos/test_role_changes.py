@@ -26,7 +26,7 @@ CHANGES: Final = (
 )
 # A decode node that computes short prompts itself has no slot left for what is handed over, for as long as they last.
 BY_TURNS: Final = ("--placement-prefill", "round_robin", "--local-prefill-max-tokens", "0")
-MAX_TOKENS: Final = 120  # requests come and go within a node's turn in its role, also where this host has little time
+MAX_TOKENS: Final = 60  # requests come and go within a node's turn in its role, also where this host has little time
 FEW_SLOTS: Final = (*SIZES, "--max-num-seqs", "3")  # or the mixed node would keep all that it prefills
 
 
@@ -55,7 +55,10 @@ def test_every_change_of_role_under_load_fails_no_request_and_loads_nothing_agai
             weights.unlink()  # nobody can load them again
         losses = Losses(town)
         pids = {node: fleet.pid(node) for node in fleet.nodes}
-        with steady_clients(town, fresh_seed, *fleet.routers, max_tokens=MAX_TOKENS) as clients:
+        with (
+            fleet.slow_steps(0.02),
+            steady_clients(town, fresh_seed, *fleet.routers, max_tokens=MAX_TOKENS) as clients,
+        ):
             for node, role in CHANGES:
                 wait_until(f"{node} has work", lambda node=node: has_worked(fleet.state(node)))  # type: ignore[misc]
                 losses.assert_none()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests import forked
 from tests.e2e.fault_clients import ask, tokens_of
 from tests.e2e.role_by_role import RoleByRole, started_role_by_role
 
@@ -36,7 +37,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def baton(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([BATON, *words], capture_output=True, text=True, check=False, timeout=90)
+    return forked.run([BATON, *words], timeout=90)
 
 
 def received(cluster: RoleByRole) -> dict[str, dict[str, int]]:

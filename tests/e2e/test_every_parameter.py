@@ -27,8 +27,10 @@ from tests.e2e.engine_alone import engine_alone
 from tests.e2e.test_serving import wait_until_nothing_is_held
 from tests.router.test_stop_strings import first_stop
 from tests.router.test_stream_equals_whole import flattened, joined
+from tests.thorough import examples
 
-NUM_REQUESTS: Final = 100
+NUM_REQUESTS: Final = examples(100, 3)
+NUM_RESUBMITTED: Final = 20
 NUM_THREADS: Final = 12
 # Of the bodies' fields, those that are not drawn: how a request is sent, and what has a test of its own below.
 NOT_DRAWN: Final = {
@@ -53,6 +55,9 @@ TWO_BYTES: Final[dict[str, Any]] = {
 }
 # One letter for ever, so that a stop string is said.
 STOPPED: Final = TWO_BYTES | {"logit_bias": {str(ord("e")): 100}, "frequency_penalty": 0, "stop": "ee"}
+
+# No token is asked for: the prompt is scored.
+SCORED: Final[dict[str, Any]] = {"echo": True, "max_tokens": 0, "min_tokens": 0}
 
 
 @pytest.fixture(scope="module")
@@ -168,17 +173,20 @@ def assert_logprobs(
 
 
 @pytest.mark.covers("A02", "A03", "A05", "A07", "A08", "A09", "D07", "M03")
-def test_a_hundred_drawn_requests_streamed_and_whole_say_what_one_engine_alone_says(
+def test_drawn_requests_streamed_and_whole_say_what_one_engine_alone_says(
     tiny_model: Path, cluster: Cluster, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
     bodies = [drawn_body(rng, is_chat=number % 2 == 1) for number in range(NUM_REQUESTS)]
+    for body in bodies[:2]:  # what is rare is there, too
+        body.setdefault("request_id", f"mine-{rng.getrandbits(32)}")
     for kind, drawn in ((CompletionBody, bodies[::2]), (ChatBody, bodies[1::2])):
         assert {name for body in drawn for name in body} == set(kind.model_fields) - NOT_DRAWN, (
             "every parameter is there"
         )
     bodies[0] |= TWO_BYTES
     bodies[2] |= STOPPED
+    bodies[4] |= SCORED
     answers = through(cluster, bodies)
     choices = [expected_choices(body) for body in bodies]
     said = iter(alone(tiny_model, [each for of_body in choices for each in of_body]))
@@ -214,7 +222,7 @@ def test_drawn_answers_cut_anywhere_and_resubmitted_go_on_with_what_was_there(
         drawn_body(rng, is_chat=False)
         | {"prompt": "Grüß €", "n": 1, "best_of": None, "echo": False, "stop": None, "max_tokens": rng.randint(8, 24)}
         | {"min_tokens": 4, "logprobs": 2}
-        for _ in range(NUM_REQUESTS // 5)
+        for _ in range(NUM_RESUBMITTED)
     ]
     answers = zip(bodies, (answer["choices"][0] for answer in through(cluster, bodies)), strict=True)
     # A grammar may leave nothing to begin with but stop tokens, which end an answer there whatever min_tokens says.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.make_model import main as make_model
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.thorough import a_share, examples
 
@@ -79,8 +78,7 @@ def through(cluster: Cluster, prompts: list[tuple[int, ...]]) -> list[list[int]]
 @pytest.mark.covers("M02")
 def test_fp16_is_served_by_torch_and_its_bits_hold_whatever_onednn_packs(tmp_path: Path) -> None:
     model_dir = tmp_path / "llama-tiny"
-    command = [sys.executable, "-m", "engine.make_model", "--dtype", "fp16", "--out", str(model_dir)]
-    subprocess.run(command, check=True, timeout=120)
+    assert make_model(["--dtype", "fp16", "--out", str(model_dir)]) == 0
     with started_cluster(
         model_dir, tmp_path, "--dtype", "fp16", "--kernels", "torch", "--max-model-len", "512"
     ) as cluster:

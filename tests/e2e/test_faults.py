@@ -78,10 +78,10 @@ def test_a_killed_decode_nodes_requests_go_on_at_another_and_no_token_differs(
     rng = random.Random(fresh_seed)
     flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        fields = [body(rng, 40, 600) for _ in range(NUM_THREADS)]
+        fields = [body(rng, 40, 300) for _ in range(NUM_THREADS)]
         streams: dict[int, Stream] = {}
         plain: dict[int, Future[httpx.Response]] = {}
-        with cluster.slow_steps(0.04):
+        with cluster.slow_steps(0.08):
             for i, each in enumerate(fields):
                 if i % 4 < 2:
                     streams[i] = Stream(cluster, threads, each)
@@ -146,8 +146,8 @@ def test_a_hung_decode_node_is_found_by_silence_and_taken_back_without_its_old_w
 ) -> None:
     """Its port still takes connections: the kernel does that for it."""
     rng = random.Random(fresh_seed)
-    fields = body(rng, 40, 800)  # far more than it says before it is frozen
-    with cluster.slow_steps():
+    fields = body(rng, 40, 300)  # far more than it says before it is frozen
+    with cluster.slow_steps(0.06):
         stream = Stream(cluster, threads, fields)
         stream.take_tokens(5)
         incarnation = cluster.state("decode-0")["incarnation"]
@@ -173,8 +173,8 @@ def test_a_stream_whose_decode_nodes_hang_one_after_another_has_not_killed_them_
     """As often as there are retries."""
     flags = dict.fromkeys(("router", "prefill-0", "decode-0", "decode-1"), USUAL_GRACE)
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        fields = body(random.Random(fresh_seed), 40, 1200)
-        with cluster.slow_steps(0.05):
+        fields = body(random.Random(fresh_seed), 40, 400)
+        with cluster.slow_steps(0.15):
             stream = Stream(cluster, threads, fields)
             stream.take_tokens(5)
             for num_lost in range(3):
@@ -287,8 +287,8 @@ def test_a_killed_decode_node_is_gone_at_once_and_back_as_a_new_incarnation_at_i
     fields = body(rng, 40, 50)
     tokens = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
-    long_fields = body(rng, 40, 800)
-    with cluster.slow_steps():
+    long_fields = body(rng, 40, 300)
+    with cluster.slow_steps(0.06):
         stream = Stream(cluster, threads, long_fields)
         stream.take_tokens(5)
         half_written = threads.submit(ask, cluster, body(rng, 1500, 8))
@@ -315,11 +315,11 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
 ) -> None:
     """The successor has other addresses; the old one wakes with the work of its last life."""
     rng = random.Random(fresh_seed)
-    fields = body(rng, 40, 600)
+    fields = body(rng, 40, 300)
     undisturbed = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
-    first = body(rng, 40, 800)  # not at its end before its node hangs, however slowly this process reads
-    with cluster.slow_steps():
+    first = body(rng, 40, 300)  # not at its end before its node hangs, however slowly this process reads
+    with cluster.slow_steps(0.06):
         stream = Stream(cluster, threads, first)
         stream.take_tokens(5)
         cluster.freeze("decode-0")
@@ -330,7 +330,7 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
     cluster.wait_until_ready()
     assert stream.last == "[DONE]" and stream.token_ids == tokens_of(ask(cluster, first))
     assert cluster.state("decode-0")["incarnation"] != old["incarnation"]
-    with cluster.slow_steps():
+    with cluster.slow_steps(0.04):
         new_stream = Stream(cluster, threads, fields)
         new_stream.take_tokens(5)
         old_process.send_signal(signal.SIGCONT)

@@ -14,12 +14,14 @@ import pytest
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import RoleByRole, started_role_by_role, wait_until
 from tests.registry.redis_server import RedisServer, started_redis
+from tests.thorough import IS_THOROUGH
 
 BLOCK_SIZE = 16
 # In steps of half a block: computing it takes many times as long as looking for it and reading it, however busy the machine is.
 PROMPT_BLOCKS = 80
 SIZES = ("--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8", "--max-num-batched-tokens", "8", "--dtype", "fp32")
 PREFILL = ("prefill-0", "prefill-1")
+NUM_HARMED = 8 if IS_THOROUGH else 4  # prompts that Redis has and does not give; two at least at each node
 
 
 @contextmanager
@@ -61,6 +63,7 @@ class Counted:
 
 # After a look that took long, of a frozen pool or on a busy machine, a node looks only every 10 s; five failures open the circuit.
 LOOKS_BOUND_S = 150.0
+PAUSE_S = 0.5  # between two prompts, most of which may be computed without a look
 
 
 def wait_until_written(cluster: RoleByRole, *nodes: str) -> None:
@@ -154,16 +157,17 @@ def test_while_redis_stands_still_prompts_are_computed_and_who_comes_later_does_
 ) -> None:
     rng = random.Random(fresh_seed)
     try:
-        counted = served_in_spite_of(over_redis, rng, redis.freeze, times=6)
+        counted = served_in_spite_of(over_redis, rng, redis.freeze, NUM_HARMED)
         deadline = time.monotonic() + LOOKS_BOUND_S
         # A node that computes for longer than the pool may take to answer sees it fail before it is late, and leaves it alone.
         while not (counted("kv_pool_too_late") or counted("kv_pool_circuit_opened", "read")):
             assert time.monotonic() < deadline
             tokens_of(ask(over_redis, prompt_of(rng)))
+            time.sleep(PAUSE_S)
     finally:
         redis.thaw()
     assert counted("kv_pool_reads", "read") == 0
-    assert counted.computed >= 6 * PROMPT_BLOCKS * BLOCK_SIZE
+    assert counted.computed >= NUM_HARMED * PROMPT_BLOCKS * BLOCK_SIZE
 
 
 @pytest.mark.covers("W08")
@@ -172,17 +176,17 @@ def test_a_dead_redis_costs_computing_until_it_is_left_alone(
 ) -> None:
     rng = random.Random(fresh_seed)
     try:
-        counted = served_in_spite_of(over_redis, rng, redis.kill, times=8)
+        counted = served_in_spite_of(over_redis, rng, redis.kill, NUM_HARMED)
         deadline = time.monotonic() + LOOKS_BOUND_S
         while not (counted("kv_pool_circuit_opened", "read") and counted("kv_pool_looks", "refused")):
             assert time.monotonic() < deadline
             tokens_of(ask(over_redis, prompt_of(rng)))
-            time.sleep(0.02)  # most of these may be computed without a look
+            time.sleep(PAUSE_S)
     finally:
         redis.start()
     assert counted("kv_pool_looks", "failed") and counted("kv_pool_reads", "read") == 0
     assert counted("kv_pool_circuit_opened", "read") >= 1 and counted("kv_pool_looks", "refused")
-    assert counted.computed >= 8 * PROMPT_BLOCKS * BLOCK_SIZE
+    assert counted.computed >= NUM_HARMED * PROMPT_BLOCKS * BLOCK_SIZE
 
 
 # ---------------------------------------------------------------- a pool of files, and nodes that die
@@ -225,9 +229,9 @@ def test_a_request_that_lost_both_its_nodes_is_computed_from_its_tail_on_at_a_no
     cluster = over_files
     rng = random.Random(fresh_seed)
     warm_up(cluster, rng)  # a node that found its last look slow would compute without one
-    fields = body(rng, PROMPT_BLOCKS * BLOCK_SIZE + 3, 600)
+    fields = body(rng, PROMPT_BLOCKS * BLOCK_SIZE + 3, 300)
     counted = {node: Counted(cluster, node) for node in PREFILL}
-    with cluster.slow_steps(0.005):
+    with cluster.slow_steps(0.01):
         stream = Stream(cluster, threads, fields)
         stream.take_tokens(5)
         wait_until_written(cluster, *PREFILL)
@@ -239,6 +243,6 @@ def test_a_request_that_lost_both_its_nodes_is_computed_from_its_tail_on_at_a_no
     stream.take_all()
     assert stream.last == "[DONE]" and cluster.metric("retries_total", "NODE_LOST") == 1
     assert counted[other]("kv_pool_reads", "read") == PROMPT_BLOCKS
-    assert 3 < counted[other].computed <= 3 + 600, "what was fetched was computed, too"
+    assert 3 < counted[other].computed <= 3 + 300, "what was fetched was computed, too"
     cluster.wait_until_nothing_is_held(other)
     assert tokens_of(ask(cluster, fields)) == stream.token_ids

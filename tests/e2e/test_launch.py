@@ -20,6 +20,7 @@ import pytest
 
 from tests.architecture.source_tree import ROOT
 from tests.e2e.cluster import END_BOUND_S, START_BOUND_S, Cluster, Watch, started_cluster, started_launcher
+from tests.thorough import only_thorough
 
 ROUTER_BOUND_BYTES = 150 * 1024 * 1024
 ROUTER_IMPORT_BOUND_S = 10.0
@@ -185,7 +186,7 @@ def test_a_second_launcher_in_the_same_run_directory_is_refused(cluster: Cluster
     assert (cluster.run_dir / "cluster.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=only_thorough)])
 def test_a_signal_ends_every_process_with_0_and_leaves_logs_only(
     tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -298,10 +299,11 @@ def loading_nodes(launcher: subprocess.Popen[str]) -> dict[str, psutil.Process]:
             words = child.cmdline()
             if "--node-id" in words:
                 nodes[words[words.index("--node-id") + 1]] = child
+        time.sleep(0.01)  # looking takes a core, which they need to load
     return nodes
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=only_thorough), signal.SIGKILL])
 def test_a_signal_while_the_nodes_load_leaves_no_process(
     tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from tests import forked
 from tests.e2e.cluster import BATON, started_cluster
 from tests.registry.redis_server import started_redis
 
@@ -16,7 +17,7 @@ def test_a_node_is_given_a_role_and_drained_by_its_name_in_the_run_directory(tin
         with started_cluster(tiny_model, tmp_path, *flags) as cluster:
             for words in (("role", "decode-1", "mixed"), ("drain", "decode-1")):
                 command = [BATON, *words, "--run-dir", str(cluster.run_dir)]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+                done = forked.run(command, timeout=60)
                 assert done.returncode == 0, done.stderr
                 assert done.stdout.splitlines()[-1].startswith(f"baton {words[0]}: decode-1 ")
 
@@ -26,7 +27,7 @@ def test_a_start_that_waits_for_a_redis_that_is_not_there_says_so_before_it_give
 ) -> None:
     flags = ("--model", str(tiny_model), "--registry", "redis://127.0.0.1:9/0", "--port", "0")
     command = [BATON, "up", *flags, "--run-dir", str(tmp_path / "run"), "--start-timeout-s", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         try:
             assert launcher.stdout is not None
             told = next(line for line in launcher.stdout if "registry_unreachable" in line)
@@ -38,7 +39,7 @@ def test_a_start_that_waits_for_a_redis_that_is_not_there_says_so_before_it_give
 def test_a_start_that_gives_up_says_what_was_lacking_and_what_the_router_said(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--registry", "redis://127.0.0.1:9/0", "--port", "0", "--start-timeout-s", "12")
     command = [BATON, "up", "--model", str(tiny_model), *flags, "--run-dir", str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = forked.run(command, timeout=120)
     assert ended.returncode == 1
     first, last = ended.stderr.splitlines()[-2:]
     assert first.startswith("baton up: not ready after 12 s")

@@ -17,6 +17,7 @@ from tests.e2e.role_by_role import RoleByRole, started_role_by_role, wait_until
 DECODES = ("decode-0", "decode-1")
 KINDS = ("handoff", "local_short", "local_absent")
 NUM_PROMPTS = 4
+NUM_TOKENS = 400  # of the long stream: more than it says before a node is killed
 
 
 def degraded(cluster: RoleByRole) -> list[str]:
@@ -57,9 +58,11 @@ def test_without_its_prefill_node_a_cluster_says_the_same_tokens_and_hands_over_
 
         handed_over = tokens_of_all(before)
         assert kinds(cluster) == (NUM_PROMPTS, 0, 0) and counted(cluster)[:2] == (0, 0)
-        stream = Stream(cluster, threads, long := body(rng, 100, 1500))
-        stream.take_tokens(5)
-        cluster.kill("prefill-0")
+        with cluster.slow_steps(0.04):
+            stream = Stream(cluster, threads, long := body(rng, 100, NUM_TOKENS))
+            stream.take_tokens(5)
+            cluster.kill("prefill-0")
+        assert stream.is_running, "it was over before the prefill node was"
         wait_until("it is missed", lambda: degraded(cluster) == [NO_PREFILL_NODE])
         assert cluster.metric("degraded") == 1 and cluster.missing() == []
         bytes_before = counted(cluster)[2]
@@ -71,7 +74,7 @@ def test_without_its_prefill_node_a_cluster_says_the_same_tokens_and_hands_over_
         assert num_computed >= sum(len(each["prompt"]) for each in alone), "these were in no cache"
         assert all(cluster.state(node)["counters"]["local_prefills"] for node in DECODES)
         stream.take_all()
-        assert len(stream.token_ids) == 1500 and stream.last == "[DONE]", "what decoded went on"
+        assert len(stream.token_ids) == NUM_TOKENS and stream.last == "[DONE]", "what decoded went on"
         cluster.start("prefill-0")
         cluster.wait_until_ready()
         assert degraded(cluster) == [] and cluster.metric("degraded") == 0

@@ -26,7 +26,13 @@ from tests.e2e.test_equality import (
 )
 from tests.e2e.test_kv_pool_reading import wait_until_written
 from tests.e2e.test_serving import wait_until_nothing_is_held
-from tests.thorough import only_thorough
+from tests.thorough import IS_THOROUGH, only_thorough
+
+
+def drawn_cases(seed: int) -> list[Case]:
+    """Those with the longer prompts, where not all are tried."""
+    cases = draw_cases(seed)
+    return cases if IS_THOROUGH else cases[len(cases) // 2 :]
 
 
 def half_of_the_need(cases: list[Case], num_nodes: int) -> int:
@@ -61,7 +67,7 @@ def total(states: list[dict[str, Any]], name: str) -> int:
 def test_a_mixed_node_gives_the_tokens_of_one_engine_alone_however_often_sequences_give_way(
     tiny_model: Path, tmp_path: Path, pool: str, fresh_seed: int
 ) -> None:
-    cases = draw_cases(fresh_seed)
+    cases = drawn_cases(fresh_seed)
     expected = alone(tiny_model, "fp32", cases)
     num_blocks = NUM_BLOCKS if pool == "ample" else half_of_the_need(cases, 1)
     with started_cluster(tiny_model, tmp_path, *flags(tmp_path, num_blocks, prefill=0, decode=0, mixed=1)) as cluster:
@@ -84,7 +90,7 @@ def test_a_mixed_node_gives_the_tokens_of_one_engine_alone_however_often_sequenc
 def test_nodes_of_all_roles_together_give_the_tokens_of_one_engine_alone_with_half_the_blocks(
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
-    cases = draw_cases(fresh_seed)
+    cases = drawn_cases(fresh_seed)
     expected = alone(tiny_model, "fp32", cases)
     with started_cluster(tiny_model, tmp_path, *flags(tmp_path, half_of_the_need(cases, 2), mixed=1)) as cluster:
         for case, ours, theirs in zip(cases, through(cluster.url, cases), expected, strict=True):
@@ -122,8 +128,8 @@ def test_a_mixed_node_started_by_hand_ends_aborted_work_and_takes_no_stream_with
         ) as it:
             next(it.iter_lines())
         cluster.wait_until_nothing_is_held("mixed-0", "mixed-1")
-        streams, bodies = [], [body(rng, 40, 600) for _ in range(4)]
-        with cluster.slow_steps(0.04):
+        streams, bodies = [], [body(rng, 40, 300) for _ in range(4)]
+        with cluster.slow_steps(0.08):
             for each in bodies:  # by turns, since each node decodes less than the other when it is asked
                 streams.append(Stream(cluster, threads, each))
                 streams[-1].take_tokens(1)

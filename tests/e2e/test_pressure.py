@@ -1,4 +1,4 @@
-"""200 requests through a decode node with room for a part of them: some give way, and every token is that of one engine alone."""
+"""Many requests through a decode node with room for a part of them: some give way, and every token is that of one engine alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.engine_alone import engine_alone
 from tests.e2e.slow_steps import SlowSteps
 from tests.e2e.test_serving import wait_until_nothing_is_held
+from tests.thorough import examples
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = examples(200, 3)
 NUM_SLOTS = 16
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256

@@ -11,8 +11,8 @@ import random
 import re
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,11 +27,13 @@ from tests.e2e.role_by_role import HELD, wait_until
 from tests.e2e.slow_steps import SlowSteps
 from tests.plain_http import NO_CERTIFICATES
 from tests.registry.redis_server import RedisServer, started_redis
+from tests.thorough import examples
 
-NUM_REQUESTS: Final = 50  # at each router
+NUM_REQUESTS: Final = examples(50, 2)  # at each router
 NUM_CLIENTS: Final = 24
-LONG: Final = 2000  # tokens: more than are generated before a fault is over
-NUM_BLOCKS: Final = 280  # room for two long ones, or for twelve of the many
+LONG: Final = 600  # tokens: with slow steps, more than are generated before a fault is over
+SLOW_S: Final = 0.05  # each of them
+NUM_BLOCKS: Final = 280  # room for twelve of the many
 NODE_FLAGS: Final = ("--num-blocks", str(NUM_BLOCKS), "--max-model-len", "2100", "--max-num-seqs", "32")
 NAMESPACE: Final = "e2e"
 
@@ -158,24 +160,28 @@ def test_redis_dies_and_comes_back_empty_and_no_stream_or_new_request_is_the_wor
     """A node that starts meanwhile is found by both routers once Redis is back, and one that lives is never unlisted."""
     rng = random.Random(fresh_seed)
     fields = [body(rng, 40, LONG) for _ in routers]
-    streams = [Stream(router, threads, each) for router, each in zip(routers, fields, strict=True)]
-    for stream in streams:
-        stream.take_tokens(5)
-    failed_before = [sum(router.metric("registry_failed_reads_total").values()) for router in routers]
-    redis.kill()
-    for router, before in zip(routers, failed_before, strict=True):
-        wait_until(
-            "it is missed",
-            lambda: sum(router.metric("registry_failed_reads_total").values()) > before + 2,  # noqa: B023
-        )
-    for stream in streams:
-        stream.take_tokens(len(stream.token_ids) + 50)
-    assert all(len(tokens_of(ask(router, body(rng, 40, 8)))) == 8 and router.is_ready() for router in routers)
-    with another_decode_node(steps.environment, redis, tiny_model, tmp_path):
-        assert all(len(router.metric("node_up")) == 2 for router in routers)
-        redis.start()
-        assert redis.client.dbsize() == 0 or redis.client.exists(f"baton:{{{NAMESPACE}}}:entries"), "it came back empty"
-        wait_until("it is found", lambda: all(sum(router.metric("node_up").values()) == 3 for router in routers))
+    with ExitStack() as late:
+        with steps.wanted(SLOW_S):
+            streams = [Stream(router, threads, each) for router, each in zip(routers, fields, strict=True)]
+            for stream in streams:
+                stream.take_tokens(5)
+            failed_before = [sum(router.metric("registry_failed_reads_total").values()) for router in routers]
+            redis.kill()
+            for router, before in zip(routers, failed_before, strict=True):
+                wait_until(
+                    "it is missed",
+                    lambda: sum(router.metric("registry_failed_reads_total").values()) > before + 2,  # noqa: B023
+                )
+            for stream in streams:
+                num_heard = len(stream.heard_at)
+                wait_until("it goes on", lambda: len(stream.heard_at) > num_heard + 10)  # noqa: B023
+            assert all(len(tokens_of(ask(router, body(rng, 40, 8)))) == 8 and router.is_ready() for router in routers)
+            late.enter_context(another_decode_node(steps.environment, redis, tiny_model, tmp_path))
+            assert all(len(router.metric("node_up")) == 2 for router in routers)
+            redis.start()
+            key = f"baton:{{{NAMESPACE}}}:entries"
+            assert redis.client.dbsize() == 0 or redis.client.exists(key), "it came back empty"
+            wait_until("it is found", lambda: all(sum(router.metric("node_up").values()) == 3 for router in routers))
         for stream in streams:
             stream.take_all()
             assert stream.last == "[DONE]"
@@ -196,7 +202,7 @@ def _runs_on_the_newcomer(router: Router, threads: ThreadPoolExecutor, rng: rand
     with steps.wanted():
         asked = [threads.submit(ask, router, body(rng, 40, 30)) for _ in range(2)]
         was_there = False
-        while not all(each.done() for each in asked):
+        while wait(asked, 0.02).not_done:
             was_there |= any(
                 number for label, number in router.metric("node_branches").items() if "decode-late" in label
             )
@@ -212,7 +218,7 @@ def test_a_killed_routers_work_is_freed_and_the_streams_of_the_other_run_on(
     rng = random.Random(fresh_seed)
     survivor, victim = routers
     fields = body(rng, 40, LONG)
-    with steps.wanted():
+    with steps.wanted(SLOW_S):
         stream = Stream(survivor, threads, fields)
         lost = [Stream(victim, threads, body(rng, 40, LONG)), Stream(victim, threads, body(rng, 40, LONG))]
         for each in (stream, *lost):

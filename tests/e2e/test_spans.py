@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from proto import baton_pb2 as pb
 from router.spans import RequestSpans
 from runtime.tracing import CLOSE_TIMEOUT_S, Tracing, endpoint_problem
+from tests import forked
 from tests.e2e.fault_clients import Stream, body
 from tests.e2e.role_by_role import started_role_by_role, wait_until
 
@@ -106,13 +107,13 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
                 f"{cluster.url}/v1/completions", json=fields, headers=headers, trust_env=False, timeout=60
             )
             request = answer.headers["X-Request-Id"]
-            with cluster.slow_steps():
-                stream = Stream(cluster, threads, body(rng, 40, 1500))
+            with cluster.slow_steps(0.05):
+                stream = Stream(cluster, threads, body(rng, 40, 400))
                 stream.take_tokens(5)
                 listed = cluster.get("/v1/requests").json()["data"][0]
                 cluster.kill(next(name for name in listed["nodes"] if name.startswith("decode")))
             stream.take_all()
-            assert len(stream.token_ids) == 1500
+            assert len(stream.token_ids) == 400
             other = stream.request_id
             wait_until(
                 "all spans are told",
@@ -194,7 +195,7 @@ def test_without_an_endpoint_nothing_of_opentelemetrys_sdk_is_imported() -> None
         "costly = ('opentelemetry.sdk', 'opentelemetry.exporter')\n"
         "sys.exit(', '.join(name for name in sys.modules if name.startswith(costly)) or None)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = forked.run([sys.executable, "-c", code], timeout=120)
     assert result.returncode == 0, result.stderr
 
 
@@ -232,7 +233,7 @@ def test_a_wrong_endpoint_and_a_missing_library_are_one_line(
         command = [sys.executable, "-m", *module, "--model", str(tiny_model), "--otlp-endpoint", endpoint]
         command += ["--port", "0"] if module == ("router",) else ["--router", "127.0.0.1:9"]
         environment = dict(os.environ, PYTHONPATH=str(tmp_path))
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        result = forked.run(command, timeout=60, env=environment)
         assert result.returncode == 2 and sentence in result.stderr and len(result.stderr.splitlines()) == 1, (
             result.stderr
         )

@@ -22,12 +22,12 @@ SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
         "kind": {"enum": ["red", "green"]},
-        "names": {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 12}, "minItems": 34},
+        "names": {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 12}, "minItems": 16},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
     },
     "required": ["kind", "names", "age"],
 }
-SCHEMA["properties"]["names"]["maxItems"] = 36
+SCHEMA["properties"]["names"]["maxItems"] = 18
 # Read in one way for a hundred letters, and in very many behind: nothing that is tried before it begins can tell.
 SLOW_LATER: Final = "[a-z]{100}([a-z]{1,99}){1,99}"
 
@@ -40,7 +40,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def bound(rng: random.Random) -> dict[str, Any]:
-    """About five hundred tokens of JSON."""
+    """About two hundred and fifty tokens of JSON."""
     outputs = {"json": SCHEMA, "disable_any_whitespace": True}
     return body(rng, 40, 2000) | {"ignore_eos": False, "structured_outputs": outputs}
 
@@ -84,8 +84,8 @@ def test_a_grammar_that_is_slow_in_mid_stream_ends_its_own_stream_and_no_other_n
     cluster: RoleByRole, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
-    fields = [body(rng, 40, 900), body(rng, 30, 900) | {"temperature": 1.0}]
-    fields += [bound(rng) | {"temperature": temperature, "max_tokens": 400} for temperature in (0.0, 1.0)]
+    fields = [body(rng, 40, 700), body(rng, 30, 300) | {"temperature": 1.0}]
+    fields += [bound(rng) | {"temperature": temperature, "max_tokens": 200} for temperature in (0.0, 1.0)]
     hostile = body(rng, 40, 900) | {"min_tokens": 900, "ignore_eos": False, "temperature": 1.0}
     hostile |= {"structured_outputs": {"regex": SLOW_LATER}}
 
@@ -127,7 +127,7 @@ def test_a_bound_streams_text_is_that_of_a_quiet_run_though_its_node_dies_in_the
     fields = [bound(rng) | {"temperature": temperature} for temperature in (0.0, 1.0, 1.0, 1.0)]
     with ThreadPoolExecutor(len(fields)) as threads:
         streams: list[Stream] = []
-        with cluster.slow_steps(0.04):
+        with cluster.slow_steps(0.08):
             for each in fields:
                 streams.append(Stream(cluster, threads, each))
                 # One by one, so that they are placed in turn.

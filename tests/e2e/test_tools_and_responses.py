@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.role_by_role import RoleByRole, started_role_by_role, wait_until
 from tests.router.tool_model import HERMES_TEMPLATE
+from tests.thorough import IS_THOROUGH
 
 MODEL: Final = "llama-tiny"
 PARAMETERS: Final[dict[str, Any]] = {
@@ -37,13 +38,13 @@ MANY: Final[dict[str, Any]] = {
         "names": {
             "type": "array",
             "items": {"type": "string", "minLength": 8, "maxLength": 12},
-            "minItems": 32,
-            "maxItems": 34,
+            "minItems": 10,
+            "maxItems": 12,
         }
     },
     "required": ["names"],
 }
-BOUND: Final[Any] = {"format": {"type": "json_schema", "name": "many", "schema": MANY}}  # so that it is long
+BOUND: Final[Any] = {"format": {"type": "json_schema", "name": "many", "schema": MANY}}  # so that it is long enough
 NUM_BEFORE: Final = 20  # deltas
 SCHEMAS: Final = {"weather": PARAMETERS, "list": MANY, "now": {"type": "object", "maxProperties": 0}}
 TOOLS: Final[list[Any]] = [
@@ -84,7 +85,7 @@ def calls_of(message: Any) -> list[tuple[str, str, str]]:
 @pytest.mark.covers("A01", "A14", "A15", "A16")
 def test_what_must_be_called_is_called_with_arguments_that_fit(client: openai.OpenAI) -> None:
     weather: Any = {"type": "function", "function": {"name": "weather"}}
-    for seed in range(3):
+    for seed in range(3 if IS_THOROUGH else 1):
         asked: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS[:2], "seed": seed, "n": 2}
         for choice, parallel in ((weather, True), ("required", False)):
             forced = asked | {"tool_choice": choice, "parallel_tool_calls": parallel}
@@ -115,7 +116,7 @@ def killed_while(cluster: RoleByRole, ask: Callable[[Callable[[], None]], Any]) 
     killed: list[str] = []
     before = cluster.metric("retries_total", "NODE_LOST")
     with ExitStack() as slow:
-        slow.enter_context(cluster.slow_steps(0.04))
+        slow.enter_context(cluster.slow_steps(0.1))
         answer = ask(kill)
     assert cluster.metric("retries_total", "NODE_LOST") > before, "it was in the middle"
     cluster.start(killed[0])
@@ -153,9 +154,10 @@ def test_a_killed_decode_node_shows_in_no_call_and_in_no_response(cluster: RoleB
         return text
 
     for ask in (called, said):
-        assert killed_while(cluster, ask) == ask(lambda: None)
+        disturbed, undisturbed = killed_while(cluster, ask), ask(lambda: None)
+        assert disturbed == undisturbed
     whole = client.responses.create(**asked)
-    assert (whole.status, whole.output_text) == ("completed", said(lambda: None))
+    assert (whole.status, whole.output_text) == ("completed", undisturbed)
 
 
 @pytest.mark.covers("A01", "A14", "A15", "A16")
