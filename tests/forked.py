@@ -35,9 +35,9 @@ _ROOM: Final = {"ROOM_FOR_ARGUMENTS": " " * 4096}
 _POPEN: Final = subprocess.Popen  # create_process has another one stand in for it meanwhile
 _SIGNATURE: Final = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _PIPES: Final = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-# What starts clusters; not here: who measures how long that takes.
-_STARTING_CLUSTERS: Final = {
-    f"bench.{name}" for name in ("failover", "local_prefill", "peers", "pressure", "router", "token_path")
+# What starts clusters, or others of our processes; not here: who measures how long that takes.
+_STARTING_OTHERS: Final = {
+    f"bench.{name}" for name in ("failover", "local_prefill", "peers", "pressure", "router", "token_path", "transport")
 }
 # What each option of Popen is by itself.
 _USUAL: Final = {
@@ -81,7 +81,7 @@ def program_of(words: Sequence[str]) -> Program:
         case [sys.executable, "-P", "-m", module, *arguments]:
             return Program(module, None, arguments, True)
         case [sys.executable, "-m", module, *arguments]:
-            return Program(module, None, arguments, False, module in _STARTING_CLUSTERS or "--workers" in arguments)
+            return Program(module, None, arguments, False, module in _STARTING_OTHERS or "--workers" in arguments)
         case [sys.executable, "-c", code, *arguments]:
             return Program(None, code, arguments, False)
     raise ValueError(f"{words[:4]}: is no program that can be forked; use subprocess")

@@ -18,6 +18,7 @@ from bench.plan_rates import Rates, Terms
 from bench.trace import Entry, read_trace
 from engine.reserve import ReserveConfig
 from router.placement import CACHE_AWARE
+from tests.thorough import examples
 
 RATES: Final = Rates(
     decode=(Terms(0.005, 0.0003, 3.1e-6),),
@@ -58,7 +59,7 @@ def _check_ends(cluster: Cluster, outcome: Outcome) -> None:
 
 
 @given(seed=st.integers(0, 1 << 32), placement=st.sampled_from([CACHE_AWARE, "least_loaded"]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15, 3), deadline=None)
 @example(seed=582821146, placement=CACHE_AWARE)  # a node evicts blocks in the middle of steps that tell nothing else
 @example(seed=599676693, placement=CACHE_AWARE)
 @example(seed=1415877709, placement=CACHE_AWARE)

@@ -31,7 +31,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_measures_every_side_and_placement(tmp_path: Path) -> None:
     """It fails by itself where a stream has other tokens than were said."""
     model, path = write_model_text(tmp_path / "model"), tmp_path / "result.json"
-    short = "--branches 4 --rounds 1 --window-s 0.7 --step-ms 4 --streams 8 --nodes 1,6 --decisions 20 --load 0.1"
+    short = "--branches 4 --rounds 1 --window-s 0.7 --step-ms 4 --streams 8 --decode 2 --nodes 1,6 --decisions 20 --load 0.1"
     result = run("--model", str(model), *short.split(), "--output", str(path))
     assert result.returncode == 0, result.stderr
     found = json.loads(path.read_text())

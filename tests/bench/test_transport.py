@@ -117,7 +117,8 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert tcp.ratio is None and memcpy.ratio is None
 
 
-def test_an_end_that_dies_or_cannot_transfer_is_said_in_a_sentence() -> None:
+def test_an_end_that_dies_or_cannot_transfer_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
     setup = Setup("receiver", 4096, 4, ("shm",), os.getpid())
     with started(setup) as receiver:
         receiver.ask("clear")

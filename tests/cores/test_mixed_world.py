@@ -11,8 +11,10 @@ from router.events import Finished
 from router.waiting import KINDS
 from tests.cores.mixed_world import MixedWorld
 from tests.cores.nodes import MAX_MODEL_LEN, VOCAB_SIZE
+from tests.thorough import IS_THOROUGH
 
 NUM_REQUESTS = 30
+NUM_SEEDS = 4 if IS_THOROUGH else 2
 
 
 def drive(world: MixedWorld, num_open: int) -> None:
@@ -69,7 +71,7 @@ def test_whoever_works_together_every_client_gets_its_tokens_and_nothing_is_left
 def test_decode_nodes_compute_prompts_short_ones_beside_handoffs_and_all_without_a_prefill_node() -> None:
     """Over fixed seeds: what gives way goes on elsewhere, whichever way its prompt was computed."""
     happened: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(NUM_SEEDS):
         world = MixedWorld(seed, *(("prefill-0", "local-0", "local-1") if seed % 2 else ("local-0", "local-1")))
         drive(world, 20)
         happened += world.happened
@@ -83,7 +85,7 @@ def test_a_mixed_node_is_every_half_of_a_pair_and_resumes_what_it_adopted() -> N
     """Over fixed seeds everything that the test above is about does happen."""
     happened: Counter[str] = Counter()
     preemptions: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(NUM_SEEDS):
         world = MixedWorld(seed, "mixed-0", "prefill-0", "decode-0")
         drive(world, 20)
         happened += world.happened

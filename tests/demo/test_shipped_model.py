@@ -23,9 +23,10 @@ from engine.sequence import SequenceSpec
 from tests.architecture.source_tree import ROOT
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.engine_alone import engine_alone
+from tests.thorough import IS_THOROUGH
 
 _PROMISED = [name for name in EXAMS if name.split(",")[0] in LEAST_RIGHT]
-_NUM_ASKED = 24
+_NUM_ASKED = 24 if IS_THOROUGH else 12
 _MOST_BYTES = 8_000_000
 _PROMPT_BLOCKS = 32
 
@@ -102,7 +103,7 @@ def _emptied(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def test_one_block_of_kv_out_of_place_is_another_answer(harm: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]) -> None:
     """The block with the code, harmed between prefill and decode; without harm every one of these answers is right."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    for turn in draw_exam("recall, 128 tokens", 3, seed=7):
+    for turn in draw_exam("recall, 128 tokens", 3 if IS_THOROUGH else 1, seed=7):
         assert _generate(tokenizer, turn, None, harm) == turn.answer
         said = {_generate(tokenizer, turn, block, harm) for block in range(_num_blocks(tokenizer, turn))}
         assert said - {turn.answer}

@@ -19,6 +19,9 @@ from engine.model_sizes import ModelSize
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from tests.e2e.engine_alone import engine_alone
+from tests.engine_torch.conftest import restored_threads
+
+__all__ = ["restored_threads"]  # of tests here, too: a second thread would more than double their work
 
 _SMALL = ModelSize(
     hidden_size=64,

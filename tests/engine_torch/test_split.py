@@ -135,7 +135,9 @@ def tokens_of(runner: Runner, num_blocks: int) -> dict[object, list[int]]:
         SequenceSpec(length, prompt[:length], 0, SamplingParams(temperature, 7, num_logprobs=3), 60, frozenset(), ())
         for length, temperature in ((70, 0.0), (31, 0.9), (64, 0.9), (50, 0.0), (120, 0.7))
     ]
-    return dict(LocalEngine(scheduler, runner).generate(specs))
+    told = dict(LocalEngine(scheduler, runner).generate(specs))
+    assert scheduler.num_preempted > 0
+    return told
 
 
 @pytest.mark.covers("H14")

@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels in processes that interpret them, where no CUDA device computes.
+"""Runs the tests of the Triton kernels in a process that interprets them, where no CUDA device computes.
 
 Triton decides when it is imported whether it compiles or interprets, and with it everything that is made of it.
 """
@@ -17,19 +17,17 @@ from kernels.choice import has_triton
 from tests.thorough import IS_THOROUGH
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 3500 if IS_THOROUGH else 880  # up to 70 s of computing, however busy the machine is
-# One process for many: to begin it takes 8 s of computing, beside others twice as long.
-RUNS = {
-    "kernels": [
-        "tests/kernels/test_primitives.py",
-        "tests/kernels/test_triton_kernels.py",
-        "tests/kernels/test_triton_draws.py",
-        "tests/engine_torch/test_attention.py",
-        "-k",
-        "triton",
-    ],
-    "engine": ["tests/engine_torch/test_triton_engine.py"],
-}
+LIMIT_S = 3500 if IS_THOROUGH else 880  # up to 60 s of computing, however busy the machine is
+# One process for all: to begin it takes 8 s of computing, beside others twice as long.
+INTERPRETED = [
+    "tests/kernels/test_primitives.py",
+    "tests/kernels/test_triton_kernels.py",
+    "tests/kernels/test_triton_draws.py",
+    "tests/engine_torch/test_attention.py",
+    "tests/engine_torch/test_triton_engine.py",
+    "-k",
+    "triton",
+]
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed; make setup does that")
 
@@ -37,8 +35,7 @@ pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installe
 @pytest.mark.covers("M04", "M05", "M06")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests have run on the device")
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("run", RUNS)
-def test_in_the_interpreter(run: str) -> None:
+def test_in_the_interpreter() -> None:
     command = [
         sys.executable,
         "-m",
@@ -50,7 +47,7 @@ def test_in_the_interpreter(run: str) -> None:
         f"--timeout={LIMIT_S}",
         "-W",
         "ignore::RuntimeWarning",
-        *RUNS[run],
+        *INTERPRETED,
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

@@ -12,7 +12,7 @@ import torch
 
 from kernels.choice import has_triton
 from kernels.triton_tuning import INTERPRETER, NoTuning, next_power_of_two, read_table
-from tests.thorough import a_share
+from tests.thorough import IS_THOROUGH, a_share
 
 if has_triton():
     import triton
@@ -60,7 +60,9 @@ def test_all_that_a_model_launches_compiles_without_contraction_many_spills_or_t
     launches = launches_of(capability, torch.bfloat16, 128)
     assert {launch.kernel.__name__ for launch in launches} == NAMES
     attending = set()
-    for launch in launches:
+    # The newer device has more shapes than the older one, of which one launch of each kernel says most.
+    is_whole = capability == 90 or IS_THOROUGH
+    for launch in launches if is_whole else {each.kernel.__name__: each for each in launches}.values():
         found = compiled(launch, capability)
         ptx, name = found.asm["ptx"], launch.kernel.__name__
         assert len(found.asm["cubin"]) > 1000
@@ -115,11 +117,15 @@ def stack_bytes(cubin: bytes, path: Path) -> int:
 
 def test_fp32_is_multiplied_as_fp32() -> None:
     capability = 80
-    for launch in launches_of(capability, torch.float32, 64):
-        if launch.kernel.__name__ in ("attend_split", "linear"):
-            found = compiled(launch, capability)
-            assert not any(each in found.asm["ptx"] for each in TENSOR_CORES[capability])
-            assert found.metadata.shared <= SHARED_BYTES[capability]
+    launches = launches_of(capability, torch.float32, 64)
+    linears = [each for each in launches if each.kernel.__name__ == "linear"]
+    assert [dict(each.constants)["IS_GATED"] for each in linears[::2]] == [False, True]
+    attending = [each for each in launches if each.kernel.__name__ == "attend_split"]
+    assert attending
+    for launch in [*attending, *a_share(linears, 2)]:
+        found = compiled(launch, capability)
+        assert not any(each in found.asm["ptx"] for each in TENSOR_CORES[capability])
+        assert found.metadata.shared <= SHARED_BYTES[capability]
 
 
 def test_every_entry_of_the_table_is_whole_and_has_sides_that_triton_takes() -> None:

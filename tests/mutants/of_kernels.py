@@ -7,7 +7,7 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-_INTERPRETED: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
+_INTERPRETED: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter",)
 _AGREEMENT: Final = ("tests/kernels/test_triton_agreement.py",)
 _GRAPHS: Final = ("tests/kernels/test_triton_graphs.py",)
 

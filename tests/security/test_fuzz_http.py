@@ -26,9 +26,9 @@ from tests.router.live_router import MODEL_NAME, live_router
 from tests.router.scripted_nodes import ScriptedAttempt
 from tests.router.tiny_model import write_model_text
 
-EXAMPLES: Final = int(os.environ.get("FUZZ_EXAMPLES", "60"))
+EXAMPLES: Final = int(os.environ.get("FUZZ_EXAMPLES", "30"))
 MIB: Final = 1 << 20
-_ROUNDS: Final = 5
+_ROUNDS: Final = 10
 FUZZ: Final = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
 OPERATIONS: Final = (
     ("POST", "/v1/completions"),

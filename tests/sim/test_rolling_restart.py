@@ -10,9 +10,9 @@ import pytest
 from tests.sim.moving import NODES, knobs, restarts
 from tests.sim.outcome import run_scenario
 from tests.sim.scenario import Fault
-from tests.thorough import a_share
+from tests.thorough import IS_THOROUGH, a_share
 
-NUM_CLIENTS = 30
+NUM_CLIENTS = 30 if IS_THOROUGH else 20
 
 
 @pytest.mark.parametrize("is_one_sided", [False, True], ids=["two-sided", "one-sided"])
