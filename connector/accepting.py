@@ -4,6 +4,8 @@
                             └── too late, too many, anything else: dropped, counted
 
 One thread serves all connections, so the events of a link come in the order in which its frames did. It sleeps in the poll.
+Letting somebody in may take long, so that is the last thing of a turn: what links have to say by now is read before anybody is
+told that it is too late, and a crowd is let in over many turns.
 Not here: what a HELLO must hold and what is said behind it (shm_receiver.py, nixl_receiver.py).
 """
 
@@ -15,7 +17,7 @@ import selectors
 import socket
 import time
 from abc import abstractmethod
-from typing import Final, Generic, TypeVar
+from typing import ClassVar, Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -74,6 +76,8 @@ def checked_hello(frames: list[Frame], link_secret: bytes) -> pb.LinkHello:
 
 class AcceptingReceiver(ReceiverThread, Generic[_L]):
     """Implements transport.Receiver but for what links are; `start` it once."""
+
+    max_let_in: ClassVar[int] = _ACCEPTS_PER_TURN  # in one turn
 
     def __init__(self, transport: str, listener: socket.socket, landing: Landing, emit: Emit) -> None:
         super().__init__(f"{transport}-receiver", landing, emit)  # has descriptors of its own: behind what may fail
@@ -137,12 +141,14 @@ class AcceptingReceiver(ReceiverThread, Generic[_L]):
             ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
             if None in ready:  # a command, or somebody who knocks
                 self._perform_commands()
-            if None in ready or self._accept_again_at is not None:
-                self._accept()
-            for stranger in tuple(self._strangers.values()):
-                self._serve_stranger(stranger, ready.get(stranger.number, 0))
             for link in tuple(self._links.values()):
                 self._serve_link(link, ready.get(link.number, 0))
+            most = len(self._links) + self.max_let_in
+            for stranger in tuple(self._strangers.values()):
+                if len(self._links) < most:
+                    self._serve_stranger(stranger, ready.get(stranger.number, 0))
+            if None in ready or self._accept_again_at is not None:
+                self._accept(most)
 
     def _close_all(self) -> None:
         for stranger in self._strangers.values():
@@ -166,14 +172,16 @@ class AcceptingReceiver(ReceiverThread, Generic[_L]):
         overdue_s = max(0.0, min(instants) - time.monotonic()) if instants else None
         return min((each for each in (work_s, overdue_s) if each is not None), default=None)
 
-    def _accept(self) -> None:
-        """Let in whoever waits and may knock, as far as there is room for those who say nothing."""
+    def _accept(self, most: int) -> None:
+        """Let in whoever waits and may knock until there are so many links, as far as there is room for those who say nothing."""
         if self._accept_again_at is not None:
             if time.monotonic() < self._accept_again_at:
                 return
             self._accept_again_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
         for _ in range(_ACCEPTS_PER_TURN):
+            if len(self._links) >= most:
+                return
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):

@@ -86,7 +86,7 @@ class HostMemory(NamedTuple):
     """A node's KV as its transports have it."""
 
     bytes: Bytes  # [num_blocks, block_bytes] u8, contiguous
-    descriptor: int  # of the sealed memfd that it is
+    descriptor: Callable[[], int]  # of the sealed memfd that it is, for shm; raises OSError where it cannot be sealed
     copier: StripeCopier | None = None  # as Landing
 
 
@@ -138,6 +138,11 @@ class ChoosingTransport:
         """As Sender.write."""
         if (wire := self._find_wire(link_id)) is not None:
             wire.write(link_id, lease, blocks)
+
+    def drop(self, link_id: str, lease: LeaseRef) -> None:
+        """As Sender.drop."""
+        if (wire := self._find_wire(link_id)) is not None:
+            wire.drop(link_id, lease)
 
     def notify(self, link_id: str, payload: bytes) -> None:
         """As Sender.notify."""
@@ -208,7 +213,7 @@ class ChoosingTransport:
                 way = self._ways.pop(event.link_id, None)
                 if way is not None and not way.is_proven:
                     self._avoided[way.address] = time.monotonic() + self.avoid_s
-        elif isinstance(event, BlocksTaken | Answered):
+        elif isinstance(event, Answered) or (isinstance(event, BlocksTaken) and not event.is_dropped):
             with self._lock:
                 if (way := self._ways.get(event.link_id)) is not None:
                     way.is_proven = True
@@ -231,7 +236,8 @@ def choose_transports(
     it does not start (node/config.py).
 
     "auto" has nixl where it is installed and the host has RDMA: over TCP it is slower than zmq (bench/results/transport.md). A host
-    without abstract unix sockets (a sandbox may forbid them) is no error for "auto", nor is a NIXL that does not run.
+    without abstract unix sockets (a sandbox may forbid them) or without the seals that shm needs (Linux before 5.1) is no error for
+    "auto", nor is a NIXL that does not run.
     """
     if choice == "nixl" and is_encrypted:
         raise ValueError("nixl encrypts nothing")
@@ -243,7 +249,8 @@ def choose_transports(
         if choice in ("auto", "shm"):
             try:
                 chosen.add(
-                    "shm", lambda landing, tell: ShmTransport(memory, descriptor, node_id, incarnation, tell, landing)
+                    "shm",
+                    lambda landing, tell: ShmTransport(memory, descriptor(), node_id, incarnation, tell, landing),
                 )
             except OSError as fault:
                 if choice == "shm":

@@ -47,7 +47,7 @@ class SenderState(Enum):
     RESERVING = auto()  # Reserve has no answer yet; the KV is being computed meanwhile
     WRITING = auto()  # a lease is held; the link may read our blocks
     COMMITTING = auto()  # Commit is queued behind the last write
-    DRAINING = auto()  # given up, but the link may still read our blocks
+    DRAINING = auto()  # given up, but the link may still read our blocks: those that it has begun with
     DONE = auto()  # the receiver owns the attempt; our blocks are dropped
     FAILED = auto()  # no handoff (failed, cancelled or not needed); our blocks are dropped
 

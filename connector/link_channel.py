@@ -153,6 +153,13 @@ class Channel:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         return self._cut(data, max_bytes)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is something to `receive` now."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def is_open_at_peer(self) -> bool:
         """Whether the peer has not closed its end until now, whatever of what it sent is still to be read."""
         poll = select.poll()

@@ -23,7 +23,7 @@ from connector.copying import Bytes
 from connector.landing import Landing, RunningWrite
 from connector.one_sided import Attach, Attached, OneSidedWriters, Stop, Stopped
 from connector.transport import Answered, BlocksTaken, Emit, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
-from connector.writes import IncomingNotice, IncomingWrite, OutgoingWrite, decode
+from connector.writes import IncomingNotice, IncomingWrite, OutgoingWrite, decode, take_out
 
 Step = tuple[str, Callable[[], None]]  # its kind, and how it is taken
 
@@ -104,6 +104,11 @@ class MemoryLink:
     def take(self) -> None:
         """The sender reads the source of its next message; from here on it is on the wire."""
         raise NotImplementedError
+
+    def drop_writes(self, lease: LeaseRef) -> None:
+        """The sender reads no more of what it has queued for a lease; what is on the wire was copied."""
+        if (rest := take_out(self.unsent, lease)) is not None:
+            self.sender.emit(BlocksTaken(self.key.link_id, lease.lease_id, rest.finished, is_dropped=True))
 
     def deliver(self) -> None:
         """The receiver hears what comes next."""

@@ -184,6 +184,11 @@ class MemoryTransport:
         if (link := self._hub.find_open(self.link_key(link_id))) is not None:
             link.unsent.extend(pack(lease, blocks, block_bytes))
 
+    def drop(self, link_id: str, lease: LeaseRef) -> None:
+        """As Sender.drop; BlocksTaken is emitted before this returns."""
+        if (link := self._hub.find_open(self.link_key(link_id))) is not None:
+            link.drop_writes(lease)
+
     def notify(self, link_id: str, payload: bytes) -> None:
         """As Sender.notify."""
         if (link := self._hub.find_open(self.link_key(link_id))) is not None:

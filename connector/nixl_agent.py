@@ -18,8 +18,10 @@ import importlib
 import importlib.util
 import ipaddress
 import logging
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")  # the first chooses between the others
 _MAX_BLOCKS: Final = 1 << 22  # that a peer may say that it has; the pieces of all are listed before the first moves
+_DESCRIPTORS_LEFT: Final = 64  # an agent takes 20; UCX ends the process where it gets none
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 
@@ -71,6 +74,8 @@ class NixlLibrary:
 
     def agent(self, name: str, memory: Bytes) -> NixlAgent:
         """One end of a link; raises NixlFault."""
+        if _num_descriptors_left() < _DESCRIPTORS_LEFT:
+            raise NixlFault("no NIXL agent: too few descriptors are left")
         return NixlAgent(self, name, memory, self._ucx)
 
     @contextmanager
@@ -175,6 +180,14 @@ class NixlAgent:
                 call(what)
         except NixlFault as fault:
             _LOG.info("event=nixl_release_failed reason=%s", fault)
+
+
+def _num_descriptors_left() -> float:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        return (inf if most == resource.RLIM_INFINITY else most) - sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:  # none to look with
+        return 0
 
 
 def _is_loopback(host: str) -> bool:

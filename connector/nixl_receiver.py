@@ -56,6 +56,8 @@ class _Link(AcceptedLink):
 class NixlReceiver(AcceptingReceiver[_Link]):
     """Implements transport.Receiver on a socket of its own; `start` it once."""
 
+    max_let_in = 1  # making an agent takes as long as moving many blocks
+
     def __init__(
         self, library: NixlLibrary, memory: Bytes, landing: Landing, emit: Emit, place: Place, checksums: bool = True
     ) -> None:
@@ -95,6 +97,8 @@ class NixlReceiver(AcceptingReceiver[_Link]):
     def _make_link(self, stranger: Stranger, frames: list[Frame]) -> _Link:
         """What the stranger is a link of, with WELCOME said; raises ValueError for one that it cannot be."""
         hello = checked_hello(frames, self._link_secret)
+        if not stranger.channel.is_open_at_peer():
+            raise ChannelBroken("it has given up")
         num_blocks, block_bytes = self._memory.shape
         agent = self._library.agent(f"{self._address}<{hello.sender}/{stranger.number}", self._memory)
         try:

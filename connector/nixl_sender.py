@@ -25,8 +25,8 @@ from connector.nixl_socket import begin_connection
 from connector.one_sided import Attach, Stopped
 from connector.one_sided_sending import Notice, OneSidedSending, Put, Written
 from connector.sender_thread import SenderLink, SenderThread
-from connector.transport import MAX_PAYLOAD_BYTES, Answered, BlocksTaken, Emit
-from connector.writes import MAX_FRAME_BYTES, describe
+from connector.transport import MAX_PAYLOAD_BYTES, Answered, Emit
+from connector.writes import MAX_FRAME_BYTES, OutgoingWrite, describe
 from proto import baton_pb2 as pb
 
 _MAX_WRITE_BYTES: Final = (
@@ -75,6 +75,7 @@ class NixlSender(SenderThread[_Link, Never]):
                 time.sleep(_LOOK_AGAIN_S)
             if None in ready:
                 self._perform_commands()
+            self._end_nameless()
             for link in tuple(self._links.values()):
                 self._serve_link(link, ready.get(link.link_id, 0))
 
@@ -102,10 +103,12 @@ class NixlSender(SenderThread[_Link, Never]):
     def _serve_link(self, link: _Link, events: int) -> None:
         """Give a link its turn: what arrived, what has moved, what may move and be said now."""
         try:
-            if events & selectors.EVENT_READ:
+            is_overdue = not link.is_open and time.monotonic() >= link.must_open_by
+            # It may have come while another link's agent was made.
+            if events & selectors.EVENT_READ or (is_overdue and link.channel.has_arrived):
                 for kind, body in link.channel.receive():
                     self._take(link, kind, body)
-            if not link.is_open and time.monotonic() >= link.must_open_by:
+            if is_overdue and not link.is_open:
                 raise ChannelBroken("no handshake in time")
             if link.agent is not None:
                 self._move(link, link.agent)
@@ -173,8 +176,7 @@ class NixlSender(SenderThread[_Link, Never]):
         for said in link.sending.said():
             match said:
                 case Written(write, is_told, number):
-                    if write.finished:
-                        self._emit(BlocksTaken(link.link_id, write.lease.lease_id, write.finished))
+                    self._taken(link, write)
                     if is_told:
                         header = link.headers.pop(number, None) or describe(self._memory, write, self._has_checksums)
                         link.tell(FrameKind.WRITE, header)
@@ -184,6 +186,9 @@ class NixlSender(SenderThread[_Link, Never]):
                     link.tell(FrameKind.NOTICE, payload)
                 case Stopped(lease_id):
                     link.tell(FrameKind.STOPPED, pb.LeaseOver(lease_id=lease_id).SerializeToString())
+
+    def _tell_behind(self, link: _Link, rest: OutgoingWrite) -> None:
+        link.sending.drop(rest)
 
     def _disconnect(self, link: _Link) -> None:
         self._selector.unregister(link.channel)

@@ -10,7 +10,8 @@
 
 A lease that its receiver has ended (`stop`) is written into no more: what waits for it is taken from the queue in its turn and put
 nowhere. What runs for it is awaited by "stopped", which stands behind it in the outbox. Leases are forgotten when nothing in the
-queue is for them, so a link that lives for weeks knows only those that live.
+queue is for them, so a link that lives for weeks knows only those that live. What the sender itself has dropped (`drop`) is told
+behind what runs, too.
 
 One thread drives it. Not here: how bytes move, sockets, checksums (nixl_sender.py); the other half is one_sided.py.
 """
@@ -113,6 +114,7 @@ class OneSidedSending:
         if lease is None:
             return False
         self._known[lease] = None if block_ids is None else tuple(block_ids)
+        self._forget_if_over(lease)  # what was for it may have been dropped
         return True
 
     def moved(self, number: int) -> None:
@@ -125,6 +127,11 @@ class OneSidedSending:
             self._known[lease] = None
             self._forget_if_over(lease)
         self._wait(Stopped(lease_id), is_ready=True)
+
+    def drop(self, rest: OutgoingWrite) -> None:
+        """A lease's writes were taken out of the queue, and this is left to say of them."""
+        self._wait(Written(rest, is_told=False), is_ready=True)
+        self._forget_if_over(rest.lease)
 
     def said(self) -> Iterator[Said]:
         """What may be said now, in this order; each once."""

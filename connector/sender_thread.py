@@ -18,16 +18,17 @@ from threading import Thread
 from typing import Final, Generic, TypeVar
 
 from connector.copying import Bytes
-from connector.host_names import named_host, numeric, with_address
+from connector.host_names import find_reachable, named_host
 from connector.link_names import node_name
 from connector.socket_thread import SocketThread
 from connector.tally import Tally
-from connector.transport import Emit, LeaseRef, LinkClosed
-from connector.writes import OutgoingWrite, pack
+from connector.transport import BlocksTaken, Emit, LeaseRef, LinkClosed
+from connector.writes import OutgoingWrite, pack, take_out
 from proto import baton_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
 MAX_LOOK_UPS: Final = 64  # under way at once: a name server that hangs must not take every thread
+FIND_S: Final = 1.8  # until a link's name is found; from then on it has as long to open
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class _Write:
 
 
 @dataclass(frozen=True, slots=True)
+class _Drop:
+    link_id: str
+    lease: LeaseRef
+
+
+@dataclass(frozen=True, slots=True)
 class _Notify:
     link_id: str
     payload: bytes
@@ -54,8 +61,16 @@ class _Close:
     link_id: str
 
 
-Command = _Open | _Write | _Notify | _Close
-_Waiting = deque[_Write | _Notify]  # for the address of a link that they are for
+Command = _Open | _Write | _Drop | _Notify | _Close
+_Waiting = deque[_Write | _Drop | _Notify]  # for the address of a link that they are for
+
+
+@dataclass(frozen=True, slots=True)
+class _Nameless:
+    """A link whose name is being looked up."""
+
+    must_be_found_by: float  # monotonic seconds
+    waiting: _Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +107,7 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
         self._emit = emit
         self._message_bytes = message_bytes
         self._links: dict[str, _L] = {}
-        self._nameless: dict[str, _Waiting] = {}  # links whose name is being looked up
+        self._nameless: dict[str, _Nameless] = {}
         self._num_look_ups = 0  # those of links that were closed meanwhile, too
         self._bytes_to = Tally()
 
@@ -106,6 +121,10 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
         if any(not 0 <= block_id < num_blocks for _, block_id in blocks):
             raise ValueError(f"a source block is outside 0..{num_blocks - 1}")
         self._mailbox.put(_Write(link_id, lease, tuple(blocks)))
+
+    def drop(self, link_id: str, lease: LeaseRef) -> None:
+        """As Sender.drop."""
+        self._mailbox.put(_Drop(link_id, lease))
 
     def notify(self, link_id: str, payload: bytes) -> None:
         """As Sender.notify; a payload that the receiver would not take, over MAX_FRAME_BYTES, ends the link."""
@@ -122,8 +141,9 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
     # ------------------------------------------------------------ the thread
 
     def _seconds_to_overdue(self) -> float | None:
-        """Until the next handshake is overdue; None: sleep until something happens."""
+        """Until the next name or handshake is overdue; None: sleep until something happens."""
         instants = [link.must_open_by for link in self._links.values() if not link.is_open]
+        instants += [each.must_be_found_by for each in self._nameless.values()]
         return max(0.0, min(instants) - time.monotonic()) if instants else None
 
     def _perform(self, command: Command | _Found | _More) -> None:
@@ -132,11 +152,11 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
                 self._begin(command)
             case _Found():
                 self._found(command)
-            case _Write() | _Notify() if (waiting := self._nameless.get(command.link_id)) is not None:
-                waiting.append(command)
+            case _Write() | _Drop() | _Notify() if (nameless := self._nameless.get(command.link_id)) is not None:
+                nameless.waiting.append(command)
             case _Close(link_id) if self._nameless.pop(link_id, None) is not None:
                 self._say_closed(link_id, "closed")
-            case _Write() | _Notify() | _Close():
+            case _Write() | _Drop() | _Notify() | _Close():
                 if (link := self._links.get(command.link_id)) is not None:
                     self._give(link, command)
             case _:
@@ -155,7 +175,8 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
             self._links[command.link_id] = opened
 
     def _look_up(self, command: _Open, host: str) -> None:
-        waiting = self._nameless[command.link_id] = _Waiting()
+        waiting = _Waiting()
+        self._nameless[command.link_id] = _Nameless(time.monotonic() + FIND_S, waiting)
         try:
             if self._num_look_ups >= MAX_LOOK_UPS:
                 raise RuntimeError("too many are under way")
@@ -171,7 +192,7 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
         try:
             endpoint = pb.Endpoint()
             endpoint.CopyFrom(command.endpoint)
-            endpoint.address = with_address(endpoint.address, numeric(host))
+            endpoint.address = find_reachable(endpoint.address, host)
         except OSError as fault:
             self._mailbox.put(_Found(command, waiting, f"bad endpoint {command.endpoint.address}: {fault}"))
         else:
@@ -180,7 +201,8 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
     def _found(self, found: _Found) -> None:
         self._num_look_ups -= 1
         link_id = found.opening.link_id
-        if self._nameless.get(link_id) is not found.waiting:
+        nameless = self._nameless.get(link_id)
+        if nameless is None or nameless.waiting is not found.waiting:
             return  # closed meanwhile
         del self._nameless[link_id]
         if found.fault:
@@ -189,11 +211,21 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
         for command in (found.opening, *found.waiting):
             self._perform(command)
 
-    def _give(self, link: _L, command: _Write | _Notify | _Close) -> None:
+    def _end_nameless(self) -> None:
+        """Give up names that are overdue: whoever waits for their links has no more time than for others."""
+        now = time.monotonic()
+        for link_id in [each for each, nameless in self._nameless.items() if now >= nameless.must_be_found_by]:
+            del self._nameless[link_id]
+            self._say_closed(link_id, "its name was not found in time")
+
+    def _give(self, link: _L, command: _Write | _Drop | _Notify | _Close) -> None:
         match command:
             case _Write(_, lease, blocks):
                 block_bytes = self._memory.shape[1]
                 link.queue.extend(pack(lease, blocks, block_bytes, self._message_bytes(len(blocks) * block_bytes)))
+            case _Drop(_, lease):
+                if (rest := take_out(link.queue, lease)) is not None:
+                    self._tell_behind(link, rest)
             case _Notify(_, payload):
                 link.queue.append(payload)
             case _Close():
@@ -204,12 +236,21 @@ class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
         self._disconnect(link)
         self._say_closed(link.link_id, reason)
 
+    def _taken(self, link: _L, write: OutgoingWrite) -> None:
+        """The blocks that end with this write are read no more: nothing of them is under way."""
+        if write.finished:
+            self._emit(BlocksTaken(link.link_id, write.lease.lease_id, write.finished, is_dropped=not write.spans))
+
     def _say_closed(self, link_id: str, reason: str) -> None:
         _LOG.info("event=link_closed link=%s reason=%s", link_id, reason)
         self._emit(LinkClosed(link_id, reason))
 
     def _hear(self, word: _More) -> None:
         """What a transport's own threads tell this one."""
+
+    @abstractmethod
+    def _tell_behind(self, link: _L, rest: OutgoingWrite) -> None:
+        """Say `_taken` of a write that is not under way itself, once nothing else of its lease is on this link."""
 
     @abstractmethod
     def _connect(self, link_id: str, endpoint: pb.Endpoint) -> _L | str:

@@ -28,8 +28,8 @@ from connector.copying import Bytes
 from connector.link_channel import Channel, ChannelBroken, FrameKind
 from connector.sender_thread import SenderLink, SenderThread
 from connector.shm_socket import find_connection
-from connector.transport import Answered, BlocksTaken, Emit
-from connector.writes import MAX_FRAME_BYTES, OutgoingWrite, describe
+from connector.transport import Answered, Emit
+from connector.writes import MAX_FRAME_BYTES, OutgoingWrite, describe, with_rest
 from proto import baton_pb2 as pb
 
 _MIN_MESSAGE_BYTES: Final = 8 << 20
@@ -79,6 +79,7 @@ class ShmSender(SenderThread[_Link, Never]):
             ready = {key.data: events for key, events in self._selector.select(self._seconds_to_overdue())}
             if None in ready:
                 self._perform_commands()
+            self._end_nameless()
             for link in tuple(self._links.values()):
                 self._serve_link(link, ready.get(link.link_id, 0))
 
@@ -130,9 +131,7 @@ class ShmSender(SenderThread[_Link, Never]):
         if kind is FrameKind.WELCOME and not link.is_open:
             link.is_open = True
         elif kind is FrameKind.TAKEN and link.in_flight:
-            write = link.in_flight.popleft()
-            if write.finished:
-                self._emit(BlocksTaken(link.link_id, write.lease.lease_id, write.finished))
+            self._taken(link, link.in_flight.popleft())
         elif kind is FrameKind.ANSWER and link.is_open:
             self._emit(Answered(link.link_id, body))
         else:
@@ -148,6 +147,13 @@ class ShmSender(SenderThread[_Link, Never]):
         link.in_flight.append(message)
         self._bytes_to.add(link.peer, sum(span.length for span in message.spans))
         link.channel.send(FrameKind.WRITE, describe(self._memory, message, self._has_checksums))
+
+    def _tell_behind(self, link: _Link, rest: OutgoingWrite) -> None:
+        for place, write in reversed(tuple(enumerate(link.in_flight))):
+            if write.lease == rest.lease:
+                link.in_flight[place] = with_rest(write, rest)
+                return
+        self._taken(link, rest)
 
     def _disconnect(self, link: _Link) -> None:
         self._selector.unregister(link.channel)

@@ -11,6 +11,7 @@ do nothing: the events that say so are already under way.
     sender                                       receiver
     open(link, endpoint)                         admit(lease_id, secret, block_ids)
     write(link, lease, blocks) .. BlocksTaken    .. BlockLanded, WriteRefused
+    drop(link, lease) .. BlocksTaken
     notify(link, payload)                        .. NotifyArrived
                               Answered ..        answer(reply_to, payload)
     close(link) .. LinkClosed                    revoke(lease_id) .. RevokeDone
@@ -40,11 +41,15 @@ class LeaseRef:
 
 @dataclass(frozen=True, slots=True)
 class BlocksTaken:
-    """The transport has read these source blocks of a lease and reads them no more; not yet proof of arrival."""
+    """The transport has read these source blocks of a lease and reads them no more; not yet proof of arrival.
+
+    `is_dropped`: they were never given to the wire, so this says nothing of what the link carries.
+    """
 
     link_id: str
     lease_id: int
     block_indices: tuple[int, ...]
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,13 @@ class Sender(Protocol):
         """Open a link under an id that the caller never uses twice. Failure arrives as LinkClosed."""
 
     def write(self, link_id: str, lease: LeaseRef, blocks: Sequence[tuple[int, int]]) -> None:
-        """Queue (block index in the lease, source block id) pairs; BlocksTaken follows for each."""
+        """Queue (block index in the lease, source block id) pairs; BlocksTaken follows for each, once."""
+
+    def drop(self, link_id: str, lease: LeaseRef) -> None:
+        """Send nothing more of what is queued for a lease. What is under way is not called back, and still awaited.
+
+        BlocksTaken follows for each block as ever, of those that were dropped once nothing under way reads a piece of them.
+        """
 
     def notify(self, link_id: str, payload: bytes) -> None:
         """Queue a notification behind every earlier write of this link."""

@@ -64,6 +64,10 @@ class TwoEnds(ABC):
         """As Sender.write."""
         self._sender.write(link_id, lease, blocks)
 
+    def drop(self, link_id: str, lease: LeaseRef) -> None:
+        """As Sender.drop."""
+        self._sender.drop(link_id, lease)
+
     def notify(self, link_id: str, payload: bytes) -> None:
         """As Sender.notify."""
         self._sender.notify(link_id, payload)

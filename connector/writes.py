@@ -20,8 +20,9 @@ Not here: sockets, threads, whether a lease admits a write, how bytes are copied
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
@@ -43,7 +44,7 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class OutgoingWrite:
-    """One message's worth of source blocks: span i of the lease comes from block source_ids[i]."""
+    """One message's worth of source blocks: span i of the lease comes from block source_ids[i]. Without spans: a dropped rest."""
 
     lease: LeaseRef
     spans: tuple[Span, ...]
@@ -115,6 +116,22 @@ def pack(
         finished.append(block_index)
     if spans:
         yield OutgoingWrite(lease, tuple(spans), tuple(source_ids), tuple(finished))
+
+
+def take_out(queue: deque[OutgoingWrite | bytes], lease: LeaseRef) -> OutgoingWrite | None:
+    """Drop a lease's writes from a queue: what is left to say of them, a write of nothing; None: there were none."""
+    dropped = [each for each in queue if not isinstance(each, bytes) and each.lease == lease]
+    if not dropped:
+        return None
+    kept = [each for each in queue if isinstance(each, bytes) or each.lease != lease]
+    queue.clear()
+    queue.extend(kept)
+    return OutgoingWrite(lease, (), (), tuple(index for each in dropped for index in each.finished))
+
+
+def with_rest(write: OutgoingWrite, rest: OutgoingWrite) -> OutgoingWrite:
+    """A write that is under way, behind which a later one of its lease is told as well: both may be of one block."""
+    return replace(write, finished=write.finished + rest.finished)
 
 
 def gather(memory: Bytes, write: OutgoingWrite, checksums: bool = True) -> tuple[bytes, Bytes]:

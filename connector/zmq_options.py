@@ -74,6 +74,14 @@ def tcp_address(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def start_collector() -> None:
+    """Have pyzmq start what it needs for messages that go out from where they lie: a thread with a context of its own.
+
+    It would at the first of them. Without a descriptor or a thread left that would end the sending thread, or libzmq the process.
+    """
+    zmq.Frame(b"", copy=False)
+
+
 def keep_buffers() -> None:
     """Have malloc keep the memory of messages for the next ones, in all of this process; does nothing where it cannot be told.
 

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import zmq
@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from connector.copying import Bytes
 from connector.link_names import MAX_NAME_BYTES
 from connector.sender_thread import SenderLink, SenderThread
-from connector.transport import Answered, BlocksTaken, Emit
+from connector.transport import Answered, Emit
 from connector.writes import (
     MAX_FRAME_BYTES,
     OutgoingWrite,
@@ -37,6 +37,7 @@ from connector.writes import (
     frame_bytes,
     gather,
     whole_source,
+    with_rest,
 )
 from connector.zmq_curve import KEY_BYTES, sender_keys
 from connector.zmq_options import (
@@ -118,6 +119,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         while self._is_running:
             ready = dict(self._poller.poll(self._timeout_ms()))
             self._perform_commands()
+            self._end_nameless()
             for link in tuple(self._links.values()):
                 self._serve_link(link, ready)
 
@@ -245,7 +247,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         if (view := whole_source(self._memory, write)) is None:
             header, payload = gather(self._memory, write, self._has_checksums)
             link.socket.send_multipart([header, payload.data], zmq.NOBLOCK, copy=False)
-            self._taken(link, write)
+            self._tell_behind(link, write)
         else:
             header = describe(self._memory, write, self._has_checksums)
             link.num_lent += 1
@@ -258,9 +260,12 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         """On pyzmq's thread, mostly, once for each message: what has one behind it is heard with that one, as waking costs more."""
         self._mailbox.put(word, wakes=word.number == word.link.num_lent)
 
-    def _taken(self, link: _Link, write: OutgoingWrite) -> None:
-        if write.finished:
-            self._emit(BlocksTaken(link.link_id, write.lease.lease_id, write.finished))
+    def _tell_behind(self, link: _Link, rest: OutgoingWrite) -> None:
+        for number, loan in reversed(link.loans.items()):
+            if loan.write.lease == rest.lease:
+                link.loans[number] = replace(loan, write=with_rest(loan.write, rest))
+                return
+        self._taken(link, rest)
 
     def _hear(self, word: _GivenBack) -> None:
         link = word.link

@@ -15,7 +15,16 @@ from connector.link_names import user_name
 from connector.transport import Emit
 from connector.two_ends import TwoEnds
 from connector.writes import checked_memory
-from connector.zmq_options import LOOPBACK, MAX_SOCKETS, USUAL_RULES, Context, LinkRules, Place, keep_buffers
+from connector.zmq_options import (
+    LOOPBACK,
+    MAX_SOCKETS,
+    USUAL_RULES,
+    Context,
+    LinkRules,
+    Place,
+    keep_buffers,
+    start_collector,
+)
 from connector.zmq_receiver import ZmqReceiver
 from connector.zmq_sender import ZmqSender
 from proto import baton_pb2 as pb
@@ -46,6 +55,7 @@ class ZmqTransport(TwoEnds):
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, place, rules)
+            start_collector()
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise

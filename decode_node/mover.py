@@ -124,10 +124,10 @@ class Mover:
     def want(self, branch: RunningBranch, now: float) -> bool:
         """Ask for a target, because the node drains. False: not now; it does not decode, or an earlier move still ends.
 
-        Before the first token of a prompt that is computed here the router would answer nothing: it knows of no holder yet.
+        Who computes its prompt here and has said nothing is no holder to its router, which would not answer.
         """
-        has_spoken = len(branch.token_ids) > branch.first_index
-        if branch.key in self._moves or not has_spoken or not self._scheduler.can_move(branch.key):
+        is_mute = len(branch.token_ids) == branch.first_index
+        if branch.key in self._moves or is_mute or not self._scheduler.can_move(branch.key):
             return False
         self._step(self._new(branch), MoveEvent.WANT, now)
         return True
@@ -204,10 +204,7 @@ class Mover:
         return earliest(self._handovers.next_deadline(), self._too_late.next())
 
     def look(self, now: float) -> None:
-        """Write what has become final, stop who is far enough, commit who is through: behind each step, before the next plan.
-
-        Before that nobody who was queued again can run.
-        """
+        """Write what has become final, stop who is far enough, commit who is through: behind a step, before who was queued runs."""
         for move in list(self._moves.values()):
             self._look_at(move, now)
 

@@ -1,8 +1,7 @@
 """The vocabulary of a node: what its core hears, and what it asks of the shell.
 
 Events carry received protobuf messages as they came; the shell has already refused what does not parse or is not meant for
-this incarnation. Actions are performed in order. Transport events (connector/transport.py) and StepDone reach the core
-unchanged.
+this incarnation. Actions are performed in order. Transport events (connector/transport.py) and StepDone reach the core unchanged.
 """
 
 from __future__ import annotations
@@ -233,6 +232,14 @@ class WriteBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class DropWrites:
+    """Transport.drop."""
+
+    link_id: str
+    lease: LeaseRef
+
+
+@dataclass(frozen=True, slots=True)
 class NotifyLink:
     """Transport.notify with a Commit."""
 
@@ -333,6 +340,7 @@ Action = (
     | AnswerRenew
     | OpenLink
     | WriteBlocks
+    | DropWrites
     | NotifyLink
     | CloseLink
     | AdmitLease

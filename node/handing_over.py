@@ -159,8 +159,8 @@ class Handovers:
                 return self._reserve_answered(self._asked.pop(key), reply, now)
             case ev.RenewAnswered(key, answer):
                 return self._renew_answered(key, answer, now)
-            case BlocksTaken(link_id, lease_id, indices):
-                return self._blocks_taken(link_id, lease_id, len(indices), now)
+            case BlocksTaken():
+                return self._blocks_taken(event, now)
             case Answered(link_id, payload):
                 return self._answered(link_id, payload, now)
             case LinkClosed(link_id, reason):
@@ -222,13 +222,14 @@ class Handovers:
         self._timers.set(key, handover.next_timer())
         return []
 
-    def _blocks_taken(self, link_id: str, lease_id: int, num_blocks: int, now: float) -> list[Due]:
-        self._links.note_read(link_id, now)
-        key = self._links.attempt(link_id, lease_id)
+    def _blocks_taken(self, taken: BlocksTaken, now: float) -> list[Due]:
+        if not taken.is_dropped:  # which a stuck link does as well
+            self._links.note_read(taken.link_id, now)
+        key = self._links.attempt(taken.link_id, taken.lease_id)
         if key is None:
             return []
         handover = self._held[key]
-        handover.num_unread -= num_blocks
+        handover.num_unread -= len(taken.block_indices)
         if handover.state is SenderState.COMMITTING and not handover.num_unread:
             handover.overdue_at = now + handover.held_lease.life_s  # the Commit is on its way
         return self.step(handover, SenderEvent.QUIET, now) if handover.num_unread == 0 else []
@@ -286,6 +287,10 @@ class Handovers:
         handover.state, actions = step_sender(before, event)
         if handover.state is SenderState.DRAINING and before is not SenderState.DRAINING:
             handover.overdue_at = now + self._limits.lease_life_s
+            if handover.num_unread:
+                # It would cross the wire for nothing, before what others have queued behind it, and keep its blocks so long.
+                lease = handover.held_lease
+                self._out.append(ev.DropWrites(lease.link_id, lease.ref))
             if before is SenderState.COMMITTING and event is SenderEvent.CANCEL:
                 if len(self._unheard) >= MAX_UNHEARD:
                     self._hear_late(next(iter(self._unheard)), was_taken=False)

@@ -191,6 +191,8 @@ class NodeLoop:
                     out.transport.open(action.link_id, action.endpoints)
                 case ev.NotifyLink():
                     out.transport.notify(action.link_id, action.message.SerializeToString())
+                case ev.DropWrites():
+                    out.transport.drop(action.link_id, action.lease)
                 case ev.CloseLink():
                     out.transport.close(action.link_id)
                 case ev.AdmitLease():

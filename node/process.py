@@ -72,7 +72,7 @@ from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import fatal, first_signal, listening_socket, warn_if_exposed, why_not_listening
+from runtime.process import allow_descriptors, fatal, first_signal, listening_socket, warn_if_exposed, why_not_listening
 from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -96,6 +96,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     """
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
     set_up_logging(config.log_level, name, config.log_format)
+    allow_descriptors(1 << 16)  # of which a zmq link takes five, a nixl link twenty
     identity = NodeIdentity(name, draw_incarnation())
     measures = Measures()
     try:
@@ -106,7 +107,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
         tracing = open_tracing(config.otlp_endpoint, role, name)
         store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
     except ValueError as error:
-        fatal(f"baton {role}: {error}")
+        fatal(f"baton {role}: {error}", error)
     if engine.memory.copier is None:
         log_event(LOG, logging.WARNING, "slow_copies", node=name, reason="nothing was compiled for this CPU")
     if engine.inexactness is not None:
@@ -124,7 +125,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     finally:
         engine.close()
     if flaw is not None:
-        fatal(f"baton {role}: {flaw}")
+        fatal(f"baton {role}: {flaw}", flaw)
     log_event(LOG, logging.INFO, "node_stopped", node=name)
     return 0
 
@@ -268,7 +269,7 @@ class _NodeProcess:
         try:
             return choose_transports(
                 config.transport,
-                HostMemory(memory.bytes, memory.descriptor, memory.copier),
+                HostMemory(memory.bytes, lambda: memory.descriptor, memory.copier),
                 (identity.name, identity.incarnation),
                 post,
                 place,
@@ -396,4 +397,4 @@ def _listen(flag: str, host: str, port: int) -> socket.socket:
     try:
         return listening_socket(host, port, _BACKLOG)
     except OSError as error:
-        raise _CannotServe(why_not_listening(error, flag, host, port)) from None
+        raise _CannotServe(why_not_listening(error, flag, host, port)) from error

@@ -265,6 +265,8 @@ class MixedWorld:
                     transport.write(link_id, lease, blocks)
                 case ev.NotifyLink(link_id, message):
                     transport.notify(link_id, message.SerializeToString())
+                case ev.DropWrites(link_id, lease):
+                    transport.drop(link_id, lease)
                 case ev.CloseLink(link_id):
                     transport.close(link_id)
                 case ev.AdmitLease(lease_id, secret, block_ids):

@@ -120,6 +120,8 @@ class Pair:
                 node.transport.open(link_id, endpoints[0])
             case ev.WriteBlocks(link_id, lease, blocks):
                 node.transport.write(link_id, lease, blocks)
+            case ev.DropWrites(link_id, lease):
+                node.transport.drop(link_id, lease)
             case ev.NotifyLink(link_id, message):
                 node.transport.notify(link_id, message.SerializeToString())
             case ev.AdmitLease(lease_id, secret, block_ids):

@@ -73,6 +73,24 @@ def test_who_is_cancelled_behind_a_slow_link_does_not_close_it_for_others() -> N
     assert only(list(prefill.core.tick(24.0 + LIFE_S)), ev.CloseLink).link_id == link, "nothing moves any more"
 
 
+@pytest.mark.covers("A10", "H11")
+def test_what_is_queued_for_who_is_cancelled_is_dropped_and_that_makes_no_stuck_link_look_alive() -> None:
+    prefill, link = committing()
+    prefill.core.receive(BlocksTaken(link, 1, (0,)), 0.0)
+    dropped = only(list(prefill.core.receive(cancel(KEY), 1.0)), ev.DropWrites)
+    assert (dropped.link_id, dropped.lease.lease_id) == (link, 1)
+    prefill.core.receive(BlocksTaken(link, 1, (2, 3), is_dropped=True), 5.0)
+    assert only(list(prefill.core.tick(1.0 + LIFE_S)), ev.CloseLink).link_id == link
+
+
+@pytest.mark.covers("A10")
+def test_who_is_cancelled_with_nothing_queued_frees_its_blocks_and_drops_nothing() -> None:
+    prefill, link = committing()
+    prefill.core.receive(BlocksTaken(link, 1, (0, 1, 2, 3)), 0.0)
+    assert not [each for each in prefill.core.receive(cancel(KEY), 1.0) if isinstance(each, ev.DropWrites)]
+    assert prefill.pool.counts().used == 0
+
+
 @pytest.mark.covers("H07", "H11")
 def test_the_answer_to_a_renewal_tells_how_much_its_sender_has_written_whoever_that_was_for() -> None:
     decode = Decode()

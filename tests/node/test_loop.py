@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 import pytest
 
 from connector.choosing import HostMemory, choose_transports
-from connector.transport import RevokeDone
+from connector.transport import BlocksTaken, LeaseRef, RevokeDone
 from connector.zmq_options import LOOPBACK
 from engine.plan import Done, Launched, Plan, StepResult
 from engine.shared_bytes import SharedBytes
@@ -94,7 +95,12 @@ class Shell:
         self.measures = Measures()
         memory = SharedBytes(4, 64)
         self.transport = choose_transports(
-            "auto", HostMemory(memory.bytes, memory.descriptor), ("n", 1), self.inbox.post, LOOPBACK, is_encrypted=False
+            "auto",
+            HostMemory(memory.bytes, lambda: memory.descriptor),
+            ("n", 1),
+            self.inbox.post,
+            LOOPBACK,
+            is_encrypted=False,
         )
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)
@@ -245,6 +251,26 @@ def test_results_come_back_in_the_order_of_the_plans() -> None:
         return sent(shell.recorder)
 
     assert drive(ScriptedCore(answer), test) == [str(step) for step in range(20)]
+
+
+@pytest.mark.covers("A10")
+def test_what_is_dropped_of_a_link_is_given_back_though_nobody_takes_it() -> None:
+    lease = LeaseRef(5, bytes(16))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        there = pb.Endpoint(transport="zmq", address=address, link_secret=bytes(16))
+
+        def answer(event: ev.Event, _now: float) -> Sequence[ev.Action]:
+            if isinstance(event, ev.RouterLost):
+                write = ev.WriteBlocks("there@1/1", lease, ((0, 3), (1, 2)))
+                return [ev.OpenLink("there@1/1", (there,)), write, ev.DropWrites("there@1/1", lease)]
+            return [to_router("taken")] if event == BlocksTaken("there@1/1", 5, (0, 1), is_dropped=True) else ()
+
+        async def test(shell: Shell) -> None:
+            shell.inbox.post(ev.RouterLost(ROUTER))
+            await shell.recorder.wait_for(1)
+
+        drive(ScriptedCore(answer), test)
 
 
 def test_a_lease_is_admitted_before_its_answer_which_carries_the_endpoints() -> None:

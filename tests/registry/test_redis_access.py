@@ -119,7 +119,9 @@ def test_another_reason_why_a_redis_cannot_be_read_is_logged_too_and_none_twice(
             assert told()[0] == told()[1] == "ConnectionError"
             await asyncio.to_thread(redis.start)
             await until(lambda: len(told()) == 4, PATIENCE_S)
-            assert set(told()) == {"ConnectionError", "AuthenticationError", "ResponseError"}, "one is of a script's call"
+            assert set(told()) == {"ConnectionError", "AuthenticationError", "ResponseError"}, (
+                "one is of a script's call"
+            )
             num_looks = router.counts["failed_reads"]
             await until(lambda: router.counts["failed_reads"] > num_looks + 3, PATIENCE_S)
             assert len(told()) == 4

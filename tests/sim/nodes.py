@@ -247,6 +247,8 @@ class SimNode(Process):
             case ev.NotifyLink(link_id, message):
                 self.transport.notify(link_id, message.SerializeToString())
                 self._around.moment("commit", self.host)
+            case ev.DropWrites(link_id, lease):
+                self.transport.drop(link_id, lease)
             case ev.CloseLink(link_id):
                 self.transport.close(link_id)
             case ev.AdmitLease(lease_id, secret, block_ids):

@@ -194,10 +194,10 @@ def a_node_that_died_counts_twice(patch: Patch) -> None:
     """A branch that was on one lost node fails as if it had been on two."""
     right = Tries.after
 
-    def after(self: Any, error: Any, is_at_decode: bool, draw: Any) -> Again | Over:
+    def after(self: Any, error: Any, is_at_decode: bool, draw: Any, now: float) -> Again | Over:
         if error.code == pb.NODE_LOST and self.num_deaths:
             self.num_deaths += 1
-        return right(self, error, is_at_decode, draw)
+        return right(self, error, is_at_decode, draw, now)
 
     patch.setattr(Tries, "after", after)
 

@@ -116,6 +116,8 @@ def describe_action(action: ev.Action) -> tuple[str, str] | None:
         case ev.AnswerCommit(_, message):
             word = "refuses" if message.answer.HasField("error") else "acknowledges"
             return word, f"Commit {name_of(message.answer.key)}"
+        case ev.DropWrites(link_id, lease):
+            return "drops", f"what is queued for lease {lease.lease_id:x} on {link_id}"
         case ev.RevokeLease() | ev.CloseLink():
             return "ends", "a lease" if isinstance(action, ev.RevokeLease) else f"link {action.link_id}"
         case ev.SaveBlocks(number, blocks) | ev.FetchBlocks(number, blocks):

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from connector import accepting, nixl_sender, shm_sender, two_ends, zmq_options, zmq_sender
+from connector import accepting, nixl_sender, sender_thread, shm_sender, two_ends, zmq_options, zmq_sender
 from connector.nixl_agent import is_installed
 from tests.transport.net import MemoryNet, Net, NixlNet, ShmNet, ZmqNet
 
@@ -42,6 +42,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         (zmq_sender, "OPEN_S"),
         (shm_sender, "_OPEN_S"),
         (nixl_sender, "_OPEN_S"),
+        (sender_thread, "FIND_S"),
         (accepting, "_HELLO_S"),
     ):
         assert hasattr(module, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
@@ -30,7 +32,12 @@ class ChoosingNode:
         self.memory = self.shared.bytes
         self.said = Recorder(changed)
         self.transport: ChoosingTransport = choose_transports(
-            choice, HostMemory(self.memory, self.shared.descriptor), (name, 1), self.said, LOOPBACK, is_encrypted=False
+            choice,
+            HostMemory(self.memory, lambda: self.shared.descriptor),
+            (name, 1),
+            self.said,
+            LOOPBACK,
+            is_encrypted=False,
         )
 
     def shows(self, name: str) -> Mapping[str, object]:
@@ -154,7 +161,7 @@ def test_nixl_is_none_of_the_choices_without_the_library_without_rdma_or_where_l
     with pytest.raises(ValueError, match="encrypts nothing"):
         choose_transports(
             "nixl",
-            HostMemory(shared.bytes, shared.descriptor),
+            HostMemory(shared.bytes, lambda: shared.descriptor),
             ("node", 1),
             lambda event: None,
             LOOPBACK,
@@ -261,6 +268,24 @@ def test_a_way_that_is_closed_for_being_stuck_before_it_carried_anything_is_take
     assert sender.shows("links") == {"receiver@1/2": "zmq"}
 
 
+@pytest.mark.covers("H12", "A10")
+def test_a_way_on_which_all_was_dropped_has_carried_nothing(choosing: ChoosingNet) -> None:
+    sender, receiver = choosing.node("auto", "sender"), choosing.node("zmq", "receiver")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        right = receiver.transport.endpoints()[0]
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        wrong = pb.Endpoint(transport="zmq", address=address, link_secret=right.link_secret)
+        sender.transport.open("receiver@1/1", [wrong, right])
+        sender.transport.write("receiver@1/1", LEASE, [(0, 5)])
+        sender.transport.drop("receiver@1/1", LEASE)
+        choosing.until(lambda: sender.said.taken(1) == [0])
+        sender.transport.close("receiver@1/1")
+        choosing.until(lambda: bool(sender.said.of(LinkClosed)))
+        sender.transport.open("receiver@1/2", [wrong, right])
+        sender.transport.notify("receiver@1/2", commit(1))
+        choosing.until(lambda: bool(receiver.said.of(NotifyArrived)))
+
+
 @pytest.mark.covers("H12")
 def test_a_host_without_abstract_sockets_leaves_zmq_to_auto_and_is_an_error_for_shm(
     choosing: ChoosingNet, monkeypatch: pytest.MonkeyPatch
@@ -274,13 +299,29 @@ def test_a_host_without_abstract_sockets_leaves_zmq_to_auto_and_is_an_error_for_
         choosing.node("shm", "boxed")
 
 
+@pytest.mark.covers("H12")
+def test_a_host_whose_memory_cannot_be_sealed_leaves_zmq_to_auto_and_is_an_error_for_shm(
+    choosing: ChoosingNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsealed(_: SharedBytes) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(SharedBytes, "descriptor", property(unsealed))
+    choices: tuple[TransportChoice, ...] = ("auto", "zmq")
+    for choice in choices:
+        offered = choosing.node(choice, "old").transport.endpoints()
+        assert [endpoint.transport for endpoint in offered] == ["zmq"]
+    with pytest.raises(OSError, match="Invalid argument"):
+        choosing.node("shm", "old")
+
+
 def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
     shared = SharedBytes(1, 512)
     before = {*threading.enumerate()}  # an earlier test's may end meanwhile
     with pytest.raises(zmq.ZMQError):
         choose_transports(
             "auto",
-            HostMemory(shared.bytes, shared.descriptor),
+            HostMemory(shared.bytes, lambda: shared.descriptor),
             ("node", 1),
             lambda event: None,
             Place("192.0.2.1"),

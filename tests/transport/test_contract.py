@@ -7,7 +7,8 @@ import pytest
 
 from connector.transport import Answered, BlocksLanded, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
 from proto import baton_pb2 as pb
-from tests.transport.net import Net, Node, answer, commit, fill_at_random
+from tests.transport.conftest import made
+from tests.transport.net import Net, Node, ThreadedNet, answer, commit, fill_at_random
 
 LEASE = LeaseRef(0x1234_5678_9ABC_DEF0, b"0123456789abcdef")
 MIB = 1 << 20
@@ -97,6 +98,68 @@ def test_source_blocks_may_change_once_they_are_taken(net: Net) -> None:
         sender.memory[i] = 0xEE
     net.until(lambda: len(receiver.said.landed(LEASE.lease_id)) == 4)
     assert np.array_equal(receiver.memory, original)
+
+
+def hang(net: Net, sender: Node, receiver: Node) -> None:
+    """The receiver's thread hangs from here on, where it has one, and the link is open."""
+    if isinstance(net, ThreadedNet):
+        receiver.said.may_go_on.clear()
+    drain(net, sender, receiver)
+
+
+def until_heard(net: Net, sender: Node) -> None:
+    """Wait until the sender's thread, where it has one, has heard all that it was told."""
+    if isinstance(net, ThreadedNet):
+        num_before = len(sender.said.of(LinkClosed))
+        sender.transport.open(f"nobody@1/{num_before}", pb.Endpoint())
+        net.until(lambda: len(sender.said.of(LinkClosed)) > num_before)
+
+
+@pytest.mark.covers("A10", "H08")
+def test_writes_that_are_dropped_are_given_back_once_and_nobody_waits_behind_them(net: Net) -> None:
+    other = LeaseRef(2, LEASE.secret)
+    sender, receiver = pair(net, num_blocks=65, block_bytes=MIB)
+    receiver.transport.admit(LEASE.lease_id, LEASE.secret, range(64))
+    receiver.transport.admit(other.lease_id, other.secret, [64])
+    hang(net, sender, receiver)
+    for block_id in range(64):  # more than goes on its way at once
+        sender.transport.write("receiver@1/1", LEASE, [(block_id, block_id)])
+    sender.transport.write("receiver@1/1", other, [(0, 64)])
+    until_heard(net, sender)
+    sender.transport.drop("receiver@1/1", LEASE)
+    sender.transport.drop("receiver@1/1", LEASE)
+    sender.transport.drop("gone@1/1", other)
+    until_heard(net, sender)
+    receiver.said.may_go_on.set()
+    net.until(lambda: sender.said.taken(2) == [0] and len(sender.said.taken(LEASE.lease_id)) == 64)
+    drain(net, sender, receiver)
+    assert sorted(sender.said.taken(LEASE.lease_id)) == list(range(64))
+    assert receiver.said.landed(2) == [0]
+    assert sender.counts("kv_bytes_sent")["receiver"] <= 40 * MIB, "all of it crossed the wire"
+    landed = sorted(receiver.said.landed(LEASE.lease_id))
+    assert np.array_equal(receiver.memory[[*landed, 64]], sender.memory[[*landed, 64]])
+    assert receiver.said.of(WriteRefused) == []
+
+
+@pytest.mark.covers("H08")
+@pytest.mark.parametrize("kind", ["zmq", "shm"])
+def test_a_dropped_block_is_given_back_behind_its_pieces_that_are_under_way(kind: str) -> None:
+    with made(kind) as net:
+        sender, receiver = pair(net, num_blocks=6, block_bytes=9 * MIB)  # no message ends where a block does
+        receiver.transport.admit(LEASE.lease_id, LEASE.secret, range(6))
+        hang(net, sender, receiver)
+        for block_id in (0, 3):
+            sender.transport.write("receiver@1/1", LEASE, [(i, i) for i in range(block_id, block_id + 3)])
+        until_heard(net, sender)
+        sender.transport.drop("receiver@1/1", LEASE)
+        until_heard(net, sender)
+        assert 0 < sender.counts("kv_bytes_sent")["receiver"] < 54 * MIB
+        assert 5 not in sender.said.taken(LEASE.lease_id)
+        receiver.said.may_go_on.set()
+        net.until(lambda: len(sender.said.taken(LEASE.lease_id)) == 6)
+        drain(net, sender, receiver)
+        assert sorted(sender.said.taken(LEASE.lease_id)) == list(range(6))
+        assert 5 not in receiver.said.landed(LEASE.lease_id)
 
 
 @pytest.mark.covers("H05")

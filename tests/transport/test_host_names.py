@@ -11,7 +11,9 @@ import pytest
 import zmq
 
 from connector import sender_thread
-from connector.host_names import named_host, with_address
+from connector.host_names import find_reachable, named_host, with_address
+from connector.nixl_agent import is_installed
+from connector.nixl_transport import NixlTransport
 from connector.transport import LinkClosed, NotifyArrived
 from connector.zmq_options import Place
 from connector.zmq_transport import ZmqTransport
@@ -94,3 +96,73 @@ def others_go_on(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {event.link_id: event.reason for event in sender.said.of(LinkClosed)}
     assert reasons.pop("more@1/1") == "more.example cannot be looked up: too many are under way"
     assert reasons.pop("closed@1/1") == "closed" and "none.example" in reasons.pop("none@1/1") and not reasons
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, names: dict[str, tuple[str, ...]]) -> None:
+    """A name server that has these addresses for these names."""
+    look_up = socket.getaddrinfo
+
+    def found(host: str, *rest: Any, **more: Any) -> Any:
+        return [each for address in names.get(host, (host,)) for each in look_up(address, *rest, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+@pytest.mark.covers("P04", "H11")
+@pytest.mark.parametrize("kind", ["zmq", "nixl, one-sided"])
+def test_a_name_that_is_not_found_in_time_ends_its_link_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, **more: Any) -> Any:
+        assert host != "slow.example" or may_answer.wait(60)
+        return look_up("127.0.0.1" if host == "slow.example" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(sender_thread, "FIND_S", 0.3)
+    with made(kind) as net:
+        sender, receiver = net.node("sender"), net.node("receiver")
+        right = receiver.transport.endpoint()
+        slow_one = pb.Endpoint()
+        slow_one.CopyFrom(right)
+        slow_one.address = right.address.replace("127.0.0.1", "slow.example")
+        sender.transport.open("receiver@1/1", slow_one)
+        sender.transport.notify("receiver@1/1", commit(1))
+        net.until(lambda: bool(sender.said.of(LinkClosed)))
+        may_answer.set()  # too late
+        sender.transport.open("receiver@1/2", right)
+        sender.transport.notify("receiver@1/2", commit(2))
+        net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+        assert sender.said.of(LinkClosed) == [LinkClosed("receiver@1/1", "its name was not found in time")]
+        assert [event.payload for event in receiver.said.of(NotifyArrived)] == [commit(2)]
+
+
+@pytest.mark.parametrize("transport", [ZmqTransport, NixlTransport])
+def test_a_name_that_has_an_ipv4_address_leads_to_who_listens_at_its_ipv6_one_only(
+    transport: type[ZmqTransport | NixlTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if transport is NixlTransport and not is_installed():
+        pytest.skip("NIXL is not installed")
+    answering(monkeypatch, {"both.example": ("127.0.0.1", "::1")})
+    arrived = threading.Event()
+    memory = np.zeros((1, 512), np.uint8)
+    try:
+        receiver = transport(memory, "receiver", 1, lambda _: arrived.set(), Place("::1", 0, "both.example"))
+    except OSError as fault:
+        pytest.skip(f"this machine has no ::1: {fault}")
+    sender = transport(memory, "sender", 1, lambda _: None)
+    sender.open("receiver@1/1", receiver.endpoint())
+    sender.notify("receiver@1/1", commit(1))
+    assert arrived.wait(60)
+    sender.stop()
+    receiver.stop()
+
+
+def test_of_addresses_that_do_not_answer_the_ipv4_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, {"both.example": ("::1", "127.0.0.1", "127.0.0.2"), "new.example": ("::1",)})
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: connecting is refused
+        port = unused.getsockname()[1]
+        assert find_reachable(f"both.example:{port}", "both.example") == f"127.0.0.1:{port}"
+    assert find_reachable("tcp://both.example:99999", "both.example") == "tcp://127.0.0.1:99999"
+    assert find_reachable("new.example:1", "new.example") == "[::1]:1"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from contextlib import ExitStack
 from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
 
-from connector import nixl_receiver, nixl_sender
+from connector import nixl_agent, nixl_receiver, nixl_sender
 from connector.link_channel import Channel, FrameKind
 from connector.transport import LeaseRef, LinkClosed, NotifyArrived, RevokeDone
 from connector.writes import pack
 from proto import baton_pb2 as pb
 from tests.stopping import stop
-from tests.transport.net import NixlNet, Node, commit, fill_at_random
+from tests.transport.net import WAIT_S, NixlNet, Node, commit, fill_at_random
 from tests.transport.peer import BLOCK_BYTES, NUM_BLOCKS, SECRET, pattern
 from tests.transport.peer_process import Peer, peer
 
@@ -198,6 +199,106 @@ def test_a_receiver_that_says_to_have_more_blocks_than_anybody_has_is_not_listed
                 nixl_net.until(lambda: bool(sender.said.of(LinkClosed)))
     (closed,) = sender.said.of(LinkClosed)
     assert "4194305 blocks" in closed.reason
+
+
+class _Crowd:
+    """Senders that come to a nixl receiver at once, each of whose agents takes its time and does nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, agent_s: float) -> None:
+        self.num_made = 0
+        self._agent_s = agent_s
+        self._real = nixl_agent.NixlLibrary.agent
+        monkeypatch.setattr(nixl_agent.NixlLibrary, "agent", lambda *its: self._make(*its))
+
+    def _make(self, library: nixl_agent.NixlLibrary, name: str, memory: Any) -> Any:
+        if "<guest" not in name:
+            return self._real(library, name, memory)
+        time.sleep(self._agent_s)
+        self.num_made += 1
+        return self
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        pass
+
+    def come(self, receiver: Node, number: int, stack: ExitStack) -> None:
+        endpoint = receiver.transport.endpoint()
+        host, _, port = endpoint.address.rpartition(":")
+        hello = pb.LinkHello(sender="guest@1", link_secret=endpoint.link_secret).SerializeToString()
+        for _ in range(number):
+            guest = stack.enter_context(socket.create_connection((host, int(port)), 20))
+            guest.sendall(b"\x01" + len(hello).to_bytes(4, "little") + hello)
+
+
+@pytest.mark.covers("P04")
+def test_links_get_their_turns_while_a_crowd_is_let_in(nixl_net: NixlNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = _Crowd(monkeypatch, 0.1)
+    sender, receiver = nixl_net.node("sender"), nixl_net.node("receiver")
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    sender.transport.notify("receiver@1/1", commit(1))
+    nixl_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    with ExitStack() as stack:
+        crowd.come(receiver, 24, stack)
+        sender.transport.notify("receiver@1/1", commit(2))
+        nixl_net.until(lambda: len(receiver.said.of(NotifyArrived)) == 2)
+        assert crowd.num_made < 24
+
+
+@pytest.mark.covers("H08")
+def test_a_sender_that_stops_in_time_keeps_its_link_though_a_crowd_is_let_in(
+    nixl_net: NixlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_receiver, "_STOP_S", 1.0)
+    crowd = _Crowd(monkeypatch, 0.02)
+    sender, receiver = nixl_net.node("sender"), nixl_net.node("receiver")
+    receiver.transport.admit(1, SECRET, [0])
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(0, 1)])
+    nixl_net.until(lambda: receiver.said.landed(1) == [0])
+    with ExitStack() as stack:
+        crowd.come(receiver, 130, stack)
+        receiver.transport.revoke(1)
+        nixl_net.until(lambda: receiver.said.of(RevokeDone) == [RevokeDone(1)])
+        sender.transport.notify("receiver@1/1", commit(1))
+        nixl_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    assert sender.said.of(LinkClosed) == []
+
+
+def test_no_agent_is_made_for_who_has_given_up(nixl_net: NixlNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = _Crowd(monkeypatch, 0.0)
+    receiver = nixl_net.node("receiver")
+    receiver.said.may_go_on.clear()
+    sender = nixl_net.node("sender")
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    sender.transport.notify("receiver@1/1", commit(1))  # the receiver's thread hangs behind it
+    nixl_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    with ExitStack() as stack:
+        crowd.come(receiver, 5, stack)
+    receiver.said.may_go_on.set()
+    give_up_at = time.monotonic() + WAIT_S
+    while receiver.transport.snapshot()["links_refused"] != 5:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert crowd.num_made == 0
+
+
+def test_a_sender_reads_a_welcome_that_lies_there_before_it_says_that_it_is_too_late() -> None:
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    said = list[object]()
+    sender = nixl_sender.NixlSender(cast(Any, None), np.zeros((8, 64), np.uint8), "sender", said.append)
+    link = nixl_sender._Link("link", Channel(here))
+    link.must_open_by = 0.0
+    sender._links["link"] = link
+    sender._selector.register(link.channel, 1, "link")
+    Channel(there).send(FrameKind.OVER, b"")
+    sender._serve_link(link, 0)
+    assert said == [LinkClosed("link", "not let in: the peer sent OVER out of turn")], "what was there was read first"
+    sender._mailbox.close()
+    sender._close_all()
+    there.close()
 
 
 class _AllAtOnce:

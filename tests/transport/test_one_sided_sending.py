@@ -13,7 +13,7 @@ from connector.landing import Landing
 from connector.one_sided import Attach, Attached, OneSidedWriters, Stop, Stopped
 from connector.one_sided_sending import Notice, OneSidedSending, Put, Written
 from connector.transport import BlocksLanded, LeaseRef, ReceiverEvent, RevokeDone, SenderEvent
-from connector.writes import IncomingWrite, decode_written, describe, pack
+from connector.writes import IncomingWrite, decode_written, describe, pack, take_out
 
 SECRET = b"0123456789abcdef"
 BLOCK_BYTES = 16
@@ -36,7 +36,7 @@ class Wire:
         self.there: deque[Attach | Stopped | Notice | bytes] = deque()
         self.back: deque[Attached | Stop] = deque()
         self.puts: list[Put] = []
-        self.taken: list[int] = []  # leases of writes whose sources are free
+        self.taken: list[int] = []  # leases of blocks that are free
         self.heard: list[tuple[bytes, int]] = []  # notices, and how many writes had been told before
         self.num_written = 0
         self.quiet_blocks: set[int] = set()
@@ -46,6 +46,10 @@ class Wire:
 
     def write(self, lease: LeaseRef, blocks: list[tuple[int, int]]) -> None:
         self.sending.queue.extend(pack(lease, blocks, BLOCK_BYTES))
+
+    def drop(self, lease: LeaseRef) -> None:
+        if (rest := take_out(self.sending.queue, lease)) is not None:
+            self.sending.drop(rest)
 
     def steps(self) -> list[str]:
         return [
@@ -91,7 +95,9 @@ class Wire:
         for each in said:
             match each:
                 case Written(write, is_told, _):
-                    self.taken.append(write.lease.lease_id)
+                    self.taken += [write.lease.lease_id] * len(write.finished)
+                    if not write.spans:
+                        assert write.lease not in [put.write.lease for put in self.puts], "read, and given back"
                     if is_told:
                         self.there.append(describe(self.source, write))
                 case _:
@@ -136,7 +142,11 @@ def test_no_order_lets_a_write_land_in_a_quiet_lease_or_keeps_a_lease_from_becom
             if wire.rng.random() < 0.05 and len(revoked) < 3:
                 lease_id = wire.rng.choice([n for n in leases if n not in revoked])
                 revoked.add(lease_id)
+                if wire.rng.random() < 0.5:  # the sender may give up first, too, or be told first
+                    wire.drop(leases[lease_id])
                 wire.landing.revoke(lease_id)
+                if wire.rng.random() < 0.5:
+                    wire.drop(leases[lease_id])
             for event in wire.events:
                 if isinstance(event, RevokeDone):
                     wire.quiet_blocks.update(blocks[event.lease_id])
@@ -161,7 +171,7 @@ def test_a_write_that_has_no_place_is_put_nowhere_and_told() -> None:
     for blocks in ([(0, 0), (1, 1)], [(2, 0)], [(0, 2)]):
         wire.write(LeaseRef(1, SECRET), blocks)
     wire.run()
-    assert wire.num_written == 3 and len(wire.taken) == 3
+    assert wire.num_written == 3 and len(wire.taken) == 4
     assert np.array_equal(wire.memory[0], wire.source[2]) and not wire.memory[1:].any()
 
 

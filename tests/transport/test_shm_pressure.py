@@ -1,4 +1,4 @@
-"""shm under pressure: many peers at once, peers that come and go, no descriptor left, a first transfer that waits for no page."""
+"""Links under pressure, most over shm: many peers at once, peers that come and go, no descriptor left, no page waited for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from connector.nixl_agent import is_installed
 from connector.peer_memory import PeerMemory
 from connector.shm_socket import find_connection
 from connector.transport import BlocksLanded, LeaseRef, LinkClosed, NotifyArrived
@@ -40,17 +42,43 @@ def until_held(most: tuple[int, int, int]) -> None:
         assert time.monotonic() < deadline, f"{held()}, at most {most} expected"
 
 
+# The first KV of a process that has few descriptors left. A process of its own: libzmq and UCX end the one that has too few.
+FEW_DESCRIPTORS = """
+import sys
+from connector.transport import LeaseRef, LinkClosed, NotifyArrived
+from tests.transport.net import NixlNet, ZmqNet, commit
+from tests.transport.test_shm_pressure import SECRET, no_descriptor_left
+is_zmq, num_left = sys.argv[1] == "zmq", int(sys.argv[2])
+with ZmqNet() if is_zmq else NixlNet() as net:
+    sender, receiver = net.node("sender"), net.node("receiver")
+    endpoint = receiver.transport.endpoint()
+    receiver.transport.admit(1, SECRET, [0])
+    sender.transport.open("receiver@1/1", endpoint)
+    sender.transport.notify("receiver@1/1", commit(1))
+    net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    with no_descriptor_left(but=num_left):
+        if not is_zmq:
+            sender.transport.open("receiver@1/2", endpoint)
+            net.until(lambda: bool(sender.said.of(LinkClosed)))
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(0, 0)])
+        net.until(lambda: receiver.said.landed(1) == [0] == sender.said.taken(1))
+    assert not any(end.done() for node in (sender, receiver) for end in node.transport.ended)
+"""
+
+
 @contextmanager
-def no_descriptor_left() -> Iterator[None]:
+def no_descriptor_left(but: int = 0) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers = [os.dup(0)]
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[0] + 1, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[0] + 1 + but, hard))
         while True:
             try:
                 fillers.append(os.dup(0))
             except OSError:
                 break
+        for _ in range(but):
+            os.close(fillers.pop())
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -138,6 +166,16 @@ def test_a_sender_without_a_descriptor_left_fails_the_link_and_not_the_node(shm_
     sender.transport.open("receiver@1/2", endpoint)
     sender.transport.notify("receiver@1/2", commit(1))
     shm_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+
+
+@pytest.mark.covers("C05")
+@pytest.mark.parametrize(("kind", "num_left"), [("zmq", 0), ("zmq", 3), ("nixl", 30)])
+def test_a_process_that_is_short_of_descriptors_moves_kv_and_lives(kind: str, num_left: int) -> None:
+    if kind == "nixl" and not is_installed():
+        pytest.skip("NIXL is not installed")
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, kind, str(num_left)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_no_page_is_populated_or_mapped_while_a_first_transfer_runs(shm_net: ShmNet) -> None:

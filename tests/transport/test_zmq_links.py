@@ -339,6 +339,31 @@ def test_an_answer_comes_behind_the_blocks_that_were_sent_before_it(
 
 
 @pytest.mark.covers("H05")
+def test_no_block_is_given_back_that_was_copied_in_part_and_lent_in_part(
+    zmq_net: ZmqNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[Callable[[], None]] = []
+    take_back = ZmqSender._take_back
+    monkeypatch.setattr(ZmqSender, "_take_back", lambda *its: late.append(partial(take_back, *its)))
+    sender, receiver = (zmq_net.node(name, 12, 3 * MIB) for name in ("sender", "receiver"))
+    receiver.transport.admit(1, SECRET, range(12))
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    # Messages of 4 MiB: of each four blocks the second goes in part with the first and in part with the third, which lies apart.
+    sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(i, i ^ (i >> 1 & 1)) for i in range(12)])
+    sender.transport.notify("receiver@1/1", commit(1))
+    zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    give_up_at = time.monotonic() + WAIT_S
+    while len(late) < 3:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert not {1, 5, 9} & {*sender.said.taken(1)}
+    for tell in late:
+        tell()
+    zmq_net.until(lambda: len(sender.said.taken(1)) == 12)
+    assert sorted(sender.said.taken(1)) == list(range(12))
+
+
+@pytest.mark.covers("H05")
 def test_no_block_is_given_back_while_a_piece_of_it_waits_to_be_sent(zmq_net: ZmqNet) -> None:
     num_blocks, block_bytes = 40, MIB + 1024  # a long piece and a short one each, more than the two kernels hold
     sender, receiver = (zmq_net.node(name, num_blocks, block_bytes) for name in ("sender", "receiver"))
