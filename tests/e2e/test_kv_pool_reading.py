@@ -88,6 +88,7 @@ def warm_up(cluster: RoleByRole, rng: random.Random) -> None:
         wait_until_written(cluster, *PREFILL)
         assert tokens_of(ask(cluster, fields)) == first
         tokens_of(ask(cluster, body(rng, 3, 1)))  # so that the next prompt begins at the other node
+        time.sleep(PAUSE_S)  # a node looks every few seconds only: meanwhile all is computed
 
 
 @pytest.fixture
