@@ -116,15 +116,15 @@ class Bench(Generic[C, R]):
         complaints = self.complaints(result)
         for complaint in complaints:
             console.print(f"broken: {complaint}")
+        output: Path | None = getattr(config, "output", None)
+        if output is not None:
+            write_result(self.prog, output, facts(self.prog, config, argv) | self.to_json(result))
+            console.print(f"written: {output}")
         plot_path: Path | None = getattr(config, "plot", None)
         if self.plot is not None and plot_path is not None:
             with writing(self.prog, "--plot", plot_path):
                 self.plot(result, plot_path)
             console.print(f"written: {plot_path}")
-        output: Path | None = getattr(config, "output", None)
-        if output is not None:
-            write_result(self.prog, output, facts(self.prog, config, argv) | self.to_json(result))
-            console.print(f"written: {output}")
         return 1 if complaints else 0
 
 

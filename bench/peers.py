@@ -45,7 +45,7 @@ from bench.peers_servers import (
 from bench.progress import StepProgress
 from bench.workload import Piece, Prompts, Space, alphabet, num_digits
 from runtime.config import knob, load
-from runtime.process import fatal, run_async
+from runtime.process import EXIT_USAGE, fatal, run_async
 
 PROG: Final = "python -m bench.peers"
 PEERS: Final = ("Baton", "vLLM", "llama.cpp", "transformers")
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(config.envs, console.print)
         if config.model is None:
             return 0
-        figures, is_whole = _measure(config, config.model, console)
+        figures, end = _measure(config, config.model, console)
     except (ValueError, ClusterProblem, PeerProblem) as error:
         fatal(f"{PROG}: {error}")
     except KeyboardInterrupt:
@@ -122,20 +122,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        result |= {} if is_whole else {"interrupted": True}
-        output = config.output if is_whole else config.output.with_suffix(".part.json")  # a whole run's stays
+        result |= {} if end is None else {"interrupted": True}
+        output = config.output if end is None else config.output.with_suffix(".part.json")  # a whole run's stays
         write_result(PROG, output, {**result, "tokens_per_s": figures})
         with writing(PROG, "--output", output):
             write_page(output)
         console.print(f"written: {output}")
-    if not is_whole:
-        sys.stderr.write(f"{PROG}: interrupted; these are the cases and rounds in which all were measured\n")
-        return 130
-    return 0
+    if end is None:
+        return 0
+    what, code = (str(end), EXIT_USAGE) if isinstance(end, PeerProblem) else ("interrupted", 130)
+    sys.stderr.write(f"{PROG}: {what}; these are the cases and rounds in which all were measured\n")
+    return code
 
 
-def _measure(config: PeersConfig, model: Path, console: Console) -> tuple[Figures, bool]:
-    """Figures, and whether they are all; raises KeyboardInterrupt where Ctrl-C came before there were any."""
+def _measure(
+    config: PeersConfig, model: Path, console: Console
+) -> tuple[Figures, KeyboardInterrupt | PeerProblem | None]:
+    """Figures, and what came before they were all: Ctrl-C, or a peer that failed; raises it where there were none yet."""
     cases = [
         Case("decode", n, context)
         for context in numbers("contexts", config.contexts)
@@ -156,13 +159,14 @@ def _measure(config: PeersConfig, model: Path, console: Console) -> tuple[Figure
             peers = _started(running, config, model, sizes, console)
             names += [peer.name for peer in peers]
             _ask_by_turns(config, cases, peers, figures, console)
-    except KeyboardInterrupt:  # perhaps only while peers end
+    except (KeyboardInterrupt, PeerProblem) as end:  # perhaps only while peers end
         if not (measured := whole_rounds(figures, names)):
             raise
-        return measured, measured == figures and all(
+        is_whole = measured == figures and all(
             len(rates) == config.rounds for by_peer in figures.values() for rates in by_peer.values()
         )
-    return figures, True
+        return measured, None if is_whole else end
+    return figures, None
 
 
 def _ask_by_turns(
@@ -237,9 +241,13 @@ async def _ask(url: str, case: Case, output_tokens: int, seed: str) -> list[Reco
 
 
 async def _model_of(url: str) -> str:
-    async with httpx.AsyncClient(timeout=_REQUEST_LIMIT_S, trust_env=False) as client:
-        content: dict[str, Any] = (await client.get(f"{url}/v1/models")).raise_for_status().json()
-    return str(content["data"][0]["id"])
+    """Raises PeerProblem."""
+    try:
+        async with httpx.AsyncClient(timeout=_REQUEST_LIMIT_S, trust_env=False) as client:
+            content: dict[str, Any] = (await client.get(f"{url}/v1/models")).raise_for_status().json()
+        return str(content["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise PeerProblem(f"{url}/v1/models: {error or type(error).__name__}") from error
 
 
 def decode_rate(records: Sequence[Record]) -> float:

@@ -63,13 +63,13 @@ def baton(model: Path, sizes: Sizes) -> Iterator[Peer]:
     """One mixed node behind a router."""
     blocks = sizes.clients * -(-sizes.max_model_len // 16)
     mixed: dict[str, int | str] = {
-        "threads": sizes.threads,
         "num_blocks": blocks + blocks // 2,  # prompts of a round stay cached, as the others' do
         "max_num_seqs": sizes.clients,
         "max_model_len": sizes.max_model_len,
         "weight_dtype": "int8" if sizes.weights == "int8" else "auto",
     }
-    roles: Mapping[str, Settings] = {"up": {"prefill": 0, "decode": 0, "mixed": 1}, "mixed": mixed}
+    up: dict[str, int | str] = {"prefill": 0, "decode": 0, "mixed": 1, "threads": sizes.threads}
+    roles: Mapping[str, Settings] = {"up": up, "mixed": mixed}
     with started_cluster(model, roles) as cluster:
         yield Peer("Baton", cluster.url, None)
 

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from bench.frame import Bench, check_files, check_model, whole_numbers
 from bench.progress import StepProgress
-from bench.router_figures import Round, SideFigures, figures_of, split_cost, streams_for
+from bench.router_figures import Round, SideFigures, figures_of, is_near, load_of, split_cost, streams_for
 from bench.router_load import Shape, Window, run_window, window_of
 from bench.router_loss import LossCost, loss_costs
 from bench.router_placement import PLACEMENT_POLICIES, PlacementCost, placement_costs
@@ -45,6 +45,7 @@ PROG: Final = "python -m bench.router"
 _PROMPT: Final = "Tell me how a baton is handed over, and what becomes of it if nobody is there to take it. "
 _SHORT_STREAMS: Final = 8
 _LONG_TOKENS: Final = 128
+_MORE_TRIES: Final = 2  # until the load is the one that was asked for
 _MOST_TIMES: Final = 6  # as many streams, where delays are measured: the client is to keep up
 _NO_ROUTER: Final = ("direct", "uvicorn")
 
@@ -153,12 +154,13 @@ class _Measured(NamedTuple):
 def _round(config: RouterBenchConfig, cases: Sequence[Case], progress: StepProgress) -> list[_Measured]:
     """The four loads of every case, the last one once all have had the others."""
 
-    def run(case: Case, what: str, streams: int, max_tokens: int, step_ms: int) -> Window:
+    def run(case: Case, what: str | None, streams: int, max_tokens: int, step_ms: int) -> Window:
         name, side, group = case
         shape = Shape(streams, max_tokens, step_ms, config.window_s)
         side.speaker.set_pace(Pace(step_ms, group or 8))
         found = run_async(run_window(side.server, side.model, _PROMPT, shape, side.read_cpu), uvloop.new_event_loop)
-        progress.advance(f"{name}, {what}")
+        if what is not None:  # else a step of before, again
+            progress.advance(f"{name}, {what}")
         return window_of(found[0], side.speaker.said(), *found[1:], max_tokens)
 
     def costs_of(case: Case) -> tuple[Window, Window, Window]:
@@ -171,16 +173,27 @@ def _round(config: RouterBenchConfig, cases: Sequence[Case], progress: StepProgr
         return short, steady, run(case, "as fast as can be", config.streams, _LONG_TOKENS, 0)
 
     costs = [costs_of(case) for case in cases]
-    most = [
-        0 if name in _NO_ROUTER else min(streams_for(steady, config.streams, config.load), _MOST_TIMES * config.streams)
-        for (name, _, _), (_, steady, _) in zip(cases, costs, strict=True)
-    ]
-    found = []
-    for case, windows, streams in zip(cases, costs, most, strict=True):
-        streams = streams or max(most)
-        loaded = run(case, "loaded", streams, _LONG_TOKENS, config.step_ms)
-        found.append(_Measured(case[0], Round(*windows, streams, loaded)))
-    return found
+
+    def loaded_of(case: Case, steady: Window) -> tuple[int, Window]:
+        """At the load that is asked for; what so many streams take says only nearly what more of them would."""
+        streams, window = config.streams, steady
+        for what in ("loaded", *[None] * _MORE_TRIES):
+            streams = min(streams_for(window, streams, config.load), _MOST_TIMES * config.streams)
+            window = run(case, what, streams, _LONG_TOKENS, config.step_ms)
+            if is_near(load_of(window), config.load):
+                break
+        return streams, window
+
+    loaded = {
+        case[0]: loaded_of(case, steady)
+        for case, (_, steady, _) in zip(cases, costs, strict=True)
+        if case[0] not in _NO_ROUTER
+    }
+    most = max((streams for streams, _ in loaded.values()), default=config.streams)
+    for case in cases:
+        if case[0] in _NO_ROUTER:
+            loaded[case[0]] = (most, run(case, "loaded", most, _LONG_TOKENS, config.step_ms))
+    return [_Measured(case[0], Round(*windows, *loaded[case[0]])) for case, windows in zip(cases, costs, strict=True)]
 
 
 def show(console: Console, result: Result) -> None:

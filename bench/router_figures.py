@@ -5,9 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from bench.distribution import percentile
 from bench.router_load import Window
+
+NEAR: Final = 0.05  # of a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,19 @@ def split_cost(short: Window, steady: Window, whose: str = "router") -> tuple[fl
     return (a1 * c2 - a2 * c1) / determinant, (c1 * b2 - c2 * b1) / determinant
 
 
-def streams_for(steady: Window, num_streams: int, share: float) -> int:
+def load_of(window: Window) -> float:
+    """Of a core: how busy the measured process was."""
+    return window.cpu_s["router"] / window.seconds
+
+
+def is_near(load: float, asked: float) -> bool:
+    """Whether delays at this load say what they are at the one that was asked for: they grow steeply with it."""
+    return abs(load - asked) <= NEAR
+
+
+def streams_for(window: Window, num_streams: int, share: float) -> int:
     """How many streams make the process busy for this share of a core, by what so many took."""
-    busy = steady.cpu_s["router"] / steady.seconds
+    busy = load_of(window)
     return max(1, round(num_streams * share / busy)) if busy > 0 else num_streams
 
 

@@ -41,7 +41,7 @@ from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
 from runtime.authority import believing
 from runtime.command_words import as_flags
 from runtime.config import load
-from runtime.process import allow_descriptors, fatal, run_async
+from runtime.process import EXIT_USAGE, allow_descriptors, fatal, run_async
 from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 PROG: Final = "baton bench"
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_outcome(console, outcome, config, facts(PROG, config, words))
     if outcome.is_halted:
         return INTERRUPTED
+    if outcome.is_broken:
+        return EXIT_USAGE
     return 0 if any(run.report.num_ok for run in outcome.runs) else 1
 
 
@@ -90,6 +92,7 @@ class _Call:
         loads = Loads(self.config)
         asking = await find_asking(self.config)
         self.console.print(f"{self.config.url}, model {asking.model}, seed {self.config.seed}")
+        is_broken = False
         with _halt_by_signals(self.console) as halt:
             try:
                 if self.config.sweep:
@@ -97,11 +100,12 @@ class _Call:
                 for rate in () if self.config.sweep else self.config.fixed_rates:
                     if not halt.is_asked:
                         await self._one(loads, asking, rate, halt)
-            except NoRequest as problem:
+            except (NoRequest, ServerProblem) as problem:  # the server may have died of a rate that a sweep has tried
                 if not self.runs:
                     raise
                 self.console.print(f"{problem}; what follows is of the runs before")
-            return Outcome(asking.model, asking.prompt_form, self.runs, halt.is_asked)
+                is_broken = isinstance(problem, ServerProblem)
+            return Outcome(asking.model, asking.prompt_form, self.runs, halt.is_asked, is_broken)
 
     async def _sweep(self, loads: Loads, asking: Asking, halt: Halt) -> None:
         search = Search(self.config.first_rate, self.config.sweep_step, _LOWEST_RATE, self.config.sweep_max_rate)

@@ -60,6 +60,7 @@ class Outcome:
     prompt_form: str
     runs: Sequence[Run]
     is_halted: bool
+    is_broken: bool = False  # the server could not be asked any more
 
     def tries(self, share: float) -> list[Try]:
         """Those that were at a rate, to their end: what was given up says nothing of a server."""

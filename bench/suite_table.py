@@ -51,7 +51,8 @@ def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str
             lines.append(f"| {outcome.name} | {outcome.problem} | | |")
         for each in outcome.lines:
             sign = "≥" if each.is_better_high else "≤"
-            asked = "" if each.target is None else f"{sign} {each.target:.2f} {'met' if each.is_met else 'missed'}"
+            verdict = each.unjudged or ("met" if each.is_met else "missed")
+            asked = "" if each.target is None else f"{sign} {each.target:.2f} {verdict}"
             lines.append(f"| {each.what} | {each.ratio:.2f} | {asked} | {each.shown} |")
     if older := [each for each in outcomes if each.date and not each.is_new]:
         told = ", ".join(f"{each.name} ({each.date[:10]})" for each in older)

@@ -146,7 +146,6 @@ def _measure(config: TokenPathConfig, console: Console) -> Figures:
     steps = _engine(config)
     blocks = config.clients * -(-(config.context + config.tokens + _BLOCK_SIZE) // _BLOCK_SIZE)
     mixed: dict[str, int | str] = {
-        "threads": config.threads,
         "num_blocks": 2 * blocks,  # prompts stay cached
         "max_num_seqs": config.clients,
         "max_model_len": config.context + config.tokens + _BLOCK_SIZE,
@@ -154,7 +153,8 @@ def _measure(config: TokenPathConfig, console: Console) -> Figures:
     alone: list[float] = []
     served: list[float] = []
     parts: list[list[float]] = []
-    roles: dict[str, Settings] = {"up": {"prefill": 0, "decode": 0, "mixed": 1}, "mixed": mixed}
+    up: dict[str, int | str] = {"prefill": 0, "decode": 0, "mixed": 1, "threads": config.threads}
+    roles: dict[str, Settings] = {"up": up, "mixed": mixed}
     with started_cluster(config.model, roles) as cluster:
         name = str(httpx.get(f"{cluster.url}/v1/models", trust_env=False, timeout=60).json()["data"][0]["id"])
         _served(config, cluster, name)  # the prompts are cached from now on

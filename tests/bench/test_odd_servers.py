@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -91,3 +95,45 @@ def test_a_page_instead_of_an_answer_is_told_in_one_line() -> None:
             return str(problem.value)
 
     assert asyncio.run(run()).endswith("is answered 404: <html> <p>")
+
+
+DIES: Final = """
+import asyncio, os
+
+num_answered = 0
+
+async def serve(reader, writer):
+    global num_answered
+    head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\\r\\n")[0] or 0))
+    body = b'{"data": [{"id": "m"}]}'
+    if b"/v1/completions" in head.split(b"\\r\\n")[0]:
+        num_answered += 1
+        body = b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+    told = b"HTTP/1.1 200 OK\\r\\nContent-Type: application/json\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n"
+    writer.write(told % len(body) + body)
+    await writer.drain()
+    writer.close()
+    if num_answered == 40:
+        os._exit(0)
+
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_dies_of_a_rate_leaves_the_runs_before(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        flags = ["--rates", "200,201,202,203", "--max-requests", "15", "--stream", "off", "--output", str(path)]
+        command = [sys.executable, "-m", "bench.serve", url, *flags, "--prompt-tokens", "4"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "cannot be reached" in ended.stdout and "what follows is of the runs before" in ended.stdout
+    assert len(json.loads(path.read_text())["runs"]) >= 2

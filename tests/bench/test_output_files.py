@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import json
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from bench import block_index
+from bench.frame import Bench
 from bench.prefix_model import PrefixModelConfig, measure
 
 SOURCES: Final = {
@@ -51,6 +55,28 @@ def test_results_are_written_where_an_error_is_one_line(tmp_path: Path, capsys: 
     assert ended.value.code == 2
     told = f"{block_index.PROG}: --output {output}: cannot be written: No such file or directory\n"
     assert capsys.readouterr().err == told
+
+
+@dataclasses.dataclass
+class Written:
+    """A benchmark's settings."""
+
+    output: Path
+    plot: Path
+
+
+def test_a_picture_that_cannot_be_drawn_loses_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which may have taken an hour."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = Written(tmp_path / "result.json", tmp_path / "picture.png")
+    bench: Bench[Written, dict[str, Any]] = Bench("it", lambda *_: {"a": 1}, lambda *_: None, dict, full)
+    with pytest.raises(SystemExit) as ended:
+        bench.run(config, [])
+    assert ended.value.code == 2 and "--plot" in capsys.readouterr().err
+    assert json.loads(config.output.read_text())["a"] == 1
 
 
 @pytest.mark.parametrize(
