@@ -278,7 +278,7 @@ class Api:
                     headers[REQUEST_ID] = client_id = body.request_id
                 asked = await self._asked(body, arrived_at, len(content))
             if account is not None:
-                account.take_prompt(sum(len(each.request.prompt_token_ids) for each in asked))
+                account.take_prompt(sum(each.request.num_given for each in asked))
         except ApiError as error:
             return self._refused(error, headers)
         except TimeoutError:

@@ -178,7 +178,19 @@ def _object_of(arguments: str) -> object:
         parsed = TURNS.call(len(arguments), read_json, arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return parsed if isinstance(parsed, dict) and depth_of(parsed) <= MAX_TOOL_DEPTH else arguments
+    is_one = isinstance(parsed, dict) and depth_of(parsed) <= MAX_TOOL_DEPTH and _is_text(arguments, parsed)
+    return parsed if is_one else arguments
+
+
+def _is_text(arguments: str, parsed: object) -> bool:
+    """Whether it can be written without escapes: a model may have said half a surrogate pair as one, which is JSON."""
+    if "\\ud" not in arguments.lower():
+        return True
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_tools(functions: list[Function], field: str) -> None:

@@ -66,6 +66,12 @@ class GenerationRequest:
     generated_token_ids: tuple[int, ...] = ()  # a resubmission: what choice 0 starts with
     pinned: tuple[str, str] | None = None  # names of the nodes that it goes to or to nobody, once: a canary (canary.py)
 
+    @property
+    def num_given(self) -> int:
+        """Tokens that nodes compute before they say any; each choice's prompt is computed by itself where it is scored."""
+        num_times = self.num_choices if self.sampling.wants_prompt_logprobs else 1
+        return num_times * len(self.prompt_token_ids) + len(self.generated_token_ids)
+
 
 # ---------------------------------------------------------------- events
 

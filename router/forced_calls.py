@@ -32,12 +32,14 @@ def forced_grammar(body: ChatBody, end_token_ids: Sequence[int]) -> Grammar:
     if body.ignore_eos:
         raise bad_request("tool_choice", "needs the model's end of text, which ignore_eos takes out")
     functions = [tool.function for tool in body.tools]
+    called = [each for each in functions if body.called_by_name in (None, each.name)]
     for position, function in enumerate(functions):
+        if function not in called:
+            continue
         field, parameters = f"tools.{position}.function.parameters", function.parameters or _NO_ARGUMENTS
         schema_grammar(parameters, field)
         if not _is_of_objects(parameters):
             raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
-    called = [each for each in functions if body.called_by_name in (None, each.name)]
     is_one = body.called_by_name is not None or not body.parallel_tool_calls
     grammar = schema_grammar(calls_schema(called, is_one=is_one), "tools", is_compact=True)
     return ending_with(grammar, end_token_ids, "tool_choice")

@@ -72,6 +72,18 @@ def test_a_choice_by_name_leaves_the_others_out_and_what_cannot_end_is_refused()
             forced_grammar(body("required", **fields), ends)
 
 
+@pytest.mark.covers("A11")
+def test_what_another_function_takes_refuses_no_call_of_this_one() -> None:
+    """Clients offer many tools, and force a simple one."""
+    odd = {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}]}}}
+    functions = [{"name": "city", "parameters": CITY}, {"name": "odd", "parameters": odd}]
+    asked = body({"type": "function", "function": {"name": "city"}}).model_dump()
+    asked["tools"] = [{"type": "function", "function": each} for each in functions]
+    assert "city" in forced_grammar(ChatBody.model_validate(asked), (7,)).text
+    with pytest.raises(ApiError, match=r"tools\.1\.function\.parameters"):
+        forced_grammar(ChatBody.model_validate(asked | {"tool_choice": "required"}), (7,))
+
+
 LINKS: Final[dict[str, Any]] = {
     f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}, {"$ref": f"#/$defs/a{n + 1}"}]} for n in range(500)
 }

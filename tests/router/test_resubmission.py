@@ -20,6 +20,7 @@ from router.text import ModelText
 from tests.router.live_router import live_router
 from tests.router.scripted_nodes import scores
 from tests.router.test_api import events
+from tests.router.test_gate import KEY, ask, count, guarded_router
 from tests.router.tiny_model import EOS_ID, TURN_ID, write_model_text
 
 EURO = "€".encode()
@@ -187,3 +188,24 @@ def test_a_resubmission_that_is_complete_is_answered_at_once_and_no_node_hears_o
             assert f'baton_router_requests_total{{outcome="{reason}"}} 1.0' in metrics
 
     asyncio.run(scenario())
+
+
+@pytest.mark.covers("X02")
+def test_what_a_resubmission_brings_counts_as_tokens_of_its_key(model: Path) -> None:
+    """Nodes compute it again; else a prompt could be had for nothing under that name."""
+
+    async def run() -> None:
+        async with guarded_router(model, f"{KEY} name=alice tokens_per_minute=8\n") as (router, _):
+            asked = {"generated_token_ids": list(b"hell")}
+            assert (await ask(router, KEY, **asked)).status_code == 200  # 3 tokens and these 4, and 1 more
+            assert count(router, "client_tokens", client="alice", kind="prompt") == 7
+            assert (await ask(router, KEY, **asked)).status_code == 429
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("is_scored", "num_given"), [(False, 8), (True, 14)])
+def test_a_prompt_that_is_scored_is_computed_for_each_choice(is_scored: bool, num_given: int) -> None:
+    sampling = Sampling(0.0, 9, (), num_logprobs=0, wants_prompt_logprobs=is_scored)
+    request = GenerationRequest("r", (1, 2, 3, 4, 5, 6), 1, sampling, 0.0, num_choices=2, generated_token_ids=(7, 8))
+    assert request.num_given == num_given

@@ -361,3 +361,19 @@ def test_what_cannot_be_called_is_refused_in_one_sentence(model: Path, tmp_path:
     play(strange, unknown)
     settings = ApiSettings(MODEL_NAME, 30.0, 1 << 20, tool_parser="hermes")
     play(strange, forced, saying(CALL_NOW), settings=settings)
+
+
+@pytest.mark.covers("A11")
+def test_a_call_with_half_a_surrogate_pair_goes_back_as_it_was_said(model: Path) -> None:
+    """As text it is JSON, which clients send on; as an object a template could not write it."""
+    call = r'<tool_call>{"name": "weather", "arguments": {"city": "\ud83d"}}</tool_call>'
+
+    async def scenario(router: LiveRouter) -> None:
+        message = (await router.post(PATH, **ASKED)).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"]["arguments"] == r'{"city": "\ud83d"}'
+        answered = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+        again = await router.post(PATH, **ASKED | {"messages": [*HI, message, answered]})
+        assert again.status_code == 200, again.text
+        assert r"\ud83d" in told_of(router, model)
+
+    play(model, scenario, saying(call))
