@@ -8,6 +8,7 @@ One key a line, then what is said of it, in any order:
 
 A key is 16 to 256 visible ASCII characters, or the SHA-256 of one in hex, so that the file need not hold it. Several keys may have
 one name: a new one beside the old one while clients change over; what is said of them must be equal, since they share one limit.
+A key without a name is called by a hash of itself: the same in every process, wherever its line is.
 
 Only keyed hashes are kept. A key is found by its hash under a secret that this process has drawn, so the time that it takes says
 nothing about any key. No sentence here quotes a key.
@@ -78,7 +79,8 @@ def read_keys(content: bytes, secret: bytes) -> ApiKeys:
         if not words or words[0].startswith(b"#"):
             continue
         try:
-            digest, client = _digest(words[0]), _client(words[1:], number)
+            digest = _digest(words[0])
+            client = _client(words[1:], digest)
         except ValueError as problem:
             raise KeyFileError(f"line {number}: {problem}") from None
         if digest in clients:
@@ -101,7 +103,7 @@ def _digest(word: bytes) -> bytes:
     return hashlib.sha256(word).digest()
 
 
-def _client(words: Iterable[bytes], number: int) -> Client:
+def _client(words: Iterable[bytes], digest: bytes) -> Client:
     said: dict[str, str] = {}
     for word in words:
         name, equals, value = word.decode("ascii", "replace").partition("=")
@@ -110,10 +112,15 @@ def _client(words: Iterable[bytes], number: int) -> Client:
         if name in said:
             raise ValueError(f"{name}= is there twice")
         said[name] = value
-    shown = said.get("name", f"line-{number}")
+    shown = said.get("name", _name_of(digest))
     if not _NAME.fullmatch(shown):
         raise ValueError("name= must be 1 to 64 letters, digits, '.', '_', '@' or '-'")
     return Client(shown, *(_limit(name, said.get(name)) for name in _LIMITS))
+
+
+def _name_of(digest: bytes) -> str:
+    """Too little of a hash to find a key by, and enough that no two of MAX_KEYS are likely to be called the same."""
+    return f"key-{hashlib.sha256(b'name of ' + digest).hexdigest()[:12]}"
 
 
 def _limit(name: str, text: str | None) -> int | None:

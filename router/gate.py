@@ -101,9 +101,9 @@ class Gate:
         self._open_paths = OPEN_PATHS - ({"/metrics"} if metrics_need_key else frozenset())
 
     def keys_changed(self) -> None:
-        """Forget the limits of whoever has gone, and in time its counts; the others keep what they have used."""
+        """Forget in time the limits and counts of whoever has gone; the others keep what they have used."""
         names = self._keys().names
-        self._limits.keep(names)
+        self._limits.keep(names, _now())
         self._metrics.clients_are(names)
 
     def hear(self, taken: Taken) -> None:

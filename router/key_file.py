@@ -1,7 +1,10 @@
 """The file of API keys, read again when it changes: looked at each second, and on SIGHUP.
 
-A file that cannot be read, or in which something is wrong, leaves the keys as they were and logs one line, once for each change: a
-half-written file must lock nobody out. Whoever the new file does not name is refused from then on; what runs ends as it would have.
+A file that cannot be read, or in which something is wrong, leaves the keys as they were and logs one line, once for each change. A
+half-written file must lock nobody out, and may be without fault as far as it goes: unasked, a file counts only when two looks in a
+row, and one after reading, find it unchanged. Whoever the new file does not name is refused from then on; what runs ends as it
+would have.
+
 Not here: what a line means (api_keys.py).
 """
 
@@ -59,6 +62,7 @@ class KeyFile:
             await asyncio.wait({self._task})
 
     async def _watch(self, on_change: Callable[[], None]) -> None:
+        seen = self._mark  # at the last look
         while True:
             try:
                 async with asyncio.timeout(_LOOK_S):
@@ -66,17 +70,22 @@ class KeyFile:
             except TimeoutError:
                 if _mark(self._path) == self._mark and not self._fault:
                     continue
-            known = None if self._hung_up.is_set() else (self._mark, self._fault)
+            is_asked = self._hung_up.is_set()
             self._hung_up.clear()
-            self._mark = _mark(self._path)  # first: what changes while it is read is read again
+            before, seen = seen, _mark(self._path)  # first: what changes while it is read is read again
+            if not is_asked and seen != before:
+                continue  # somebody may be writing it
+            known = None if is_asked else (self._mark, self._fault)
             try:
-                self.keys = await asyncio.to_thread(self._read)
+                keys = await asyncio.to_thread(self._read)
             except KeyFileError as error:
-                self._fault = str(error)
+                self._mark, self._fault = seen, str(error)
                 if known != (self._mark, self._fault):
                     log_event(_LOG, logging.ERROR, "api_keys_kept", file=self._path, keys=len(self.keys), reason=error)
                 continue
-            self._fault = ""
+            if not is_asked and _mark(self._path) != seen:
+                continue  # the same
+            self.keys, self._mark, self._fault = keys, seen, ""
             self._say_what_is_there()
             on_change()
 

@@ -49,11 +49,17 @@ class Taken:
 class _Bucket:
     level: float
     at: float
+    limit: int  # of the last to ask
 
     def fill(self, limit: int, now: float) -> None:
         """Let time pass; a clock that stands still or a limit that has shrunk does no harm."""
         gained = max(now - self.at, 0.0) * limit / MINUTE_S
-        self.level, self.at = min(self.level + gained, float(limit)), max(now, self.at)
+        self.level, self.at, self.limit = min(self.level + gained, float(limit)), max(now, self.at), limit
+
+    def is_full(self, now: float) -> bool:
+        """It is as a new one would be."""
+        self.fill(self.limit, now)
+        return self.level > self.limit - _ROUNDING
 
 
 class RateLimits:
@@ -79,10 +85,11 @@ class RateLimits:
         """Take what another process took."""
         self._bucket(taken.name, taken.what, taken.limit, now).level -= taken.amount
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Forget whoever has none of these names; the others' buckets stay as they are."""
+    def keep(self, names: Iterable[str], now: float) -> None:
+        """Forget whoever has none of these names and owes nothing: a file that missed one for a moment empties no debt."""
         known = frozenset(names)
-        self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in known}
+        buckets = self._buckets.items()
+        self._buckets = {key: bucket for key, bucket in buckets if key[0] in known or not bucket.is_full(now)}
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -98,6 +105,6 @@ class RateLimits:
         return None
 
     def _bucket(self, name: str, what: What, limit: int, now: float) -> _Bucket:
-        bucket = self._buckets.setdefault((name, what), _Bucket(float(limit), now))
+        bucket = self._buckets.setdefault((name, what), _Bucket(float(limit), now, limit))
         bucket.fill(limit, now)
         return bucket

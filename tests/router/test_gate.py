@@ -82,14 +82,8 @@ def count(router: LiveRouter, name: str, **labels: str) -> float:
 def test_without_a_known_key_the_answer_is_401_and_no_node_hears_of_it(model: Path) -> None:
     async def run() -> None:
         async with guarded_router(model, f"{KEY} name=alice\n") as (router, _):
-            for path in (
-                "/v1/completions",
-                "/v1/models",
-                "/v1/models/tiny",
-                "/openapi.json",
-                "/nowhere",
-                "/ready?deep=1",
-            ):
+            pages = ("/v1/models", "/v1/models/tiny", "/openapi.json", "/nowhere", "/ready?deep=1")
+            for path in ("/v1/completions", *pages):
                 method = "POST" if path == "/v1/completions" else "GET"
                 for headers in ({}, bearer(OTHER), bearer("x"), {"Authorization": KEY}, {"X-Api-Key": KEY}):
                     answer = await router.client.request(method, path, headers=headers)
@@ -241,6 +235,23 @@ def test_a_file_that_changes_counts_without_a_restart(
 
     asyncio.run(run())
     assert not [message for message in caplog.messages if KEY in message or OTHER in message]
+
+
+@pytest.mark.covers("X02")
+def test_who_was_missing_for_a_moment_has_not_got_a_new_limit(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        alice, unnamed = f"{KEY} name=alice requests_per_minute=1\n", f"{OTHER} requests_per_minute=1\n"
+        async with guarded_router(model, alice + unnamed) as (router, path):
+            assert [(await ask(router, key)).status_code for key in (KEY, OTHER)] == [200, 200]
+            for times, lines in enumerate((alice, f"sk-of-carol-012345678\n{unnamed}{alice}"), 2):
+                path.write_text(lines)
+                os.kill(os.getpid(), signal.SIGHUP)
+                await until(logged(caplog, "api_keys_read", times))
+            assert [(await ask(router, key)).status_code for key in (KEY, OTHER)] == [429, 429]
+
+    asyncio.run(run())
 
 
 @pytest.mark.covers("X02")

@@ -93,14 +93,24 @@ def test_nobody_pays_for_anybody_else_and_who_has_no_limits_leaves_nothing_behin
 
 
 @pytest.mark.covers("X02")
-def test_new_keys_forget_who_has_gone_and_keep_what_the_others_have_used() -> None:
+def test_new_keys_forget_who_has_gone_once_nothing_is_owed_and_keep_what_the_others_have_used() -> None:
     limits = RateLimits()
-    stays, goes = Client("stays", 1), Client("goes", 1)
+    stays, goes, owes = Client("stays", 1), Client("goes", 1), Client("owes", tokens_per_minute=60)
     assert limits.admit(stays, 0.0) is limits.admit(goes, 0.0) is None
-    limits.keep({"stays", "comes"})
+    limits.owe(owes, 180, 0.0)
+    limits.keep({"stays"}, 1.0)
+    assert len(limits) == 3
+    assert limits.admit(stays, 1.0) is not None
+    limits.keep({"stays", "goes", "comes"}, 2.0)
+    assert limits.admit(goes, 2.0) is not None, "a file that missed it for a moment empties no debt"
+    limits.keep({"stays"}, 59.0)
+    assert len(limits) == 3
+    limits.keep({"stays"}, 61.0)
+    assert len(limits) == 2
+    assert limits.take(owes, 1, 61.0) is not None
+    limits.keep({"stays"}, 181.0)
     assert len(limits) == 1
-    assert limits.admit(stays, 0.0) is not None
-    assert limits.admit(goes, 0.0) is None
+    assert limits.admit(goes, 181.0) is None
 
 
 @pytest.mark.covers("X02")
