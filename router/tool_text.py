@@ -12,6 +12,7 @@ cuts them off. How calls are written: tool_syntax.py.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Final
 from router.json_scan import CallScan
 from router.tool_syntax import ToolSyntax
 
+_BLANKS: Final = re.compile(r"\s*+")
 _NAME_BEFORE: Final = re.compile(r"\s*([A-Za-z0-9_.:/-]{1,128})(\[CALL_ID\][A-Za-z0-9]{1,64})?(\[ARGS\])?\s*(?=\{)")
 # Possessive, since blanks in front and behind can be shared out in as many ways as there are blanks, and each would be tried.
 _MAY_BE_NAME: Final = re.compile(r"\s*+[A-Za-z0-9_.:/-]{0,128}+(\[[A-Za-z0-9_\[\]]{0,90}+)?+\s*+")
@@ -51,7 +53,8 @@ class ToolReader:
         """`offered`: names of the functions that there are; a call without a mark of its own must be to one of them."""
         self._syntax = syntax
         self._offered = offered
-        self._rest = ""  # what is not decided yet
+        self._rest = ""  # what is not decided yet, once a push is over
+        self._at = 0  # until then: where that begins; cut once, or each mark would copy all that follows it
         self._blanks: list[
             str
         ] = []  # behind it, where more of them decides nothing: not looked through with each that comes
@@ -75,6 +78,7 @@ class ToolReader:
         self._rest += text
         while self._read():
             pass
+        self._rest, self._at = self._rest[self._at :], 0
         return self._taken()
 
     def finish(self) -> list[Told]:
@@ -86,11 +90,11 @@ class ToolReader:
             self._fall_back()
             while self._read():
                 pass
-        if self._read == self._read_content and not (self._is_behind_call and self._rest.isspace()):
-            self._say(self._rest)
+        rest, self._rest, self._at = self._rest[self._at :], "", 0
+        if self._read == self._read_content and not (self._is_behind_call and rest.isspace()):
+            self._say(rest)
         elif self._read == self._read_spilled:
-            self._told.append(Called(self.num_calls - 1, None, self._rest))
-        self._rest = ""
+            self._told.append(Called(self.num_calls - 1, None, rest))
         return self._taken()
 
     def _take_blanks(self) -> None:
@@ -110,35 +114,36 @@ class ToolReader:
 
     def _read_content(self) -> bool:
         if self._may_be_bare:
-            rest, mark = self._rest.lstrip(), self._syntax.mark
+            rest, mark = self._rest[self._at :].lstrip(), self._syntax.mark
             if not rest or mark.startswith(rest):
                 return False
             self._may_be_bare = False
             if rest[0] == self._syntax.bare:
-                self._hold(0)
+                self._hold(self._at)
                 self._read = self._read_head
                 return True
-        mark = self._syntax.mark
-        at = self._rest.find(mark) if mark else -1
+        mark = self._syntax.mark  # no mark ends as one begins: none is begun in front of where content begins
+        at = self._rest.find(mark, self._at) if mark else -1
         until = at if at >= 0 else len(self._rest) - _begun(mark, self._rest)
-        shown = self._rest[:until].rstrip()
+        shown = self._rest[self._at : until].rstrip()
         self._say(shown)
-        self._rest = self._rest[len(shown) :]
+        self._at += len(shown)
         if at < 0:
             return False
-        self._hold(at - len(shown) + len(mark))
+        self._hold(at + len(mark))
         self._mark_length = len(self._held)
         self._read = self._read_head
         return True
 
     def _read_head(self) -> bool:
         """The first call, behind its mark."""
-        first = self._rest.lstrip()[:1]
+        at = self._behind_blanks()
+        first = self._rest[at : at + 1]
         if not first:
             return False
         self._is_in_list = self._syntax.is_list and first == "["
         if self._is_in_list:
-            self._hold(self._rest.index("[") + 1, adds=True)
+            self._hold(at + 1, adds=True)
             self._read = self._read_item
         elif first == "{" and not self._syntax.is_list:
             self._read = self._read_item
@@ -150,13 +155,13 @@ class ToolReader:
 
     def _read_name(self) -> bool:
         """A name that stands before its arguments."""
-        found = _NAME_BEFORE.match(self._rest)
+        found = _NAME_BEFORE.match(self._rest, self._at)
         if found is None:
-            if _MAY_BE_NAME.fullmatch(self._rest):
+            if _MAY_BE_NAME.fullmatch(self._rest, self._at):
                 return False
             self._fall_back()
             return True
-        self._rest = self._rest[found.end() :]
+        self._at = found.end()
         self._scan = CallScan(("arguments",))
         for character in f'{{"name":"{found[1]}","arguments":':
             self._scan.push(character)
@@ -165,11 +170,12 @@ class ToolReader:
 
     def _read_item(self) -> bool:
         """The object of a call, at its beginning."""
-        first = self._rest.lstrip()[:1]
+        at = self._behind_blanks()
+        first = self._rest[at : at + 1]
         if not first:
             return False
         if first == "{":
-            self._hold(self._rest.index("{"), adds=True)
+            self._hold(at, adds=True)
             self._scan = CallScan(self._syntax.argument_keys)
             self._read, self._read_next = self._read_call, self._read_tail
         else:
@@ -178,20 +184,20 @@ class ToolReader:
 
     def _read_call(self) -> bool:
         """The object, up to its arguments' end."""
-        scan, num_taken = self._scan, 0
-        while num_taken < len(self._rest) and not scan.has_all_arguments:
+        scan, at = self._scan, self._at
+        while at < len(self._rest) and not scan.has_all_arguments:
             was_begun = scan.is_begun
-            scan.push(self._rest[num_taken])
+            scan.push(self._rest[at])
             if scan.is_broken and was_begun:
                 break
             if scan.is_broken or (scan.is_begun and not self._is_offered(scan)):
                 self._fall_back()
                 return True
-            num_taken = scan.push_run(self._rest, num_taken + 1)
+            at = scan.push_run(self._rest, at + 1)
             if scan.is_begun and not was_begun:
                 self._told.append(Called(self.num_calls, scan.name, ""))
                 self.num_calls += 1
-        self._hold(num_taken, adds=True)
+        self._hold(at, adds=True)
         if not scan.is_begun:
             return False
         self._told.append(Called(self.num_calls - 1, None, scan.take()))
@@ -203,25 +209,30 @@ class ToolReader:
 
     def _read_spilled(self) -> bool:
         """What stands where arguments should: to the call's end."""
-        marks = [mark for mark in (self._syntax.closes, self._syntax.mark) if mark]
-        ends = [at for mark in marks if (at := self._rest.find(mark)) >= 0]
-        until = min(ends, default=len(self._rest) - max([_begun(mark, self._rest) for mark in marks], default=0))
-        self._told.append(Called(self.num_calls - 1, None, self._rest[:until]))
-        self._rest = self._rest[until:]
-        if ends:
+        marks = [mark for mark in (self._syntax.mark, self._syntax.closes) if mark]
+        end = -1
+        for mark in marks:  # the second in front of the first only: it may be far away, and each call would look for it
+            found = self._rest.find(mark, self._at, len(self._rest) if end < 0 else end + len(mark) - 1)
+            end = found if found >= 0 else end
+        begun = max([_begun(mark, self._rest, self._at) for mark in marks], default=0)
+        until = end if end >= 0 else len(self._rest) - begun
+        self._told.append(Called(self.num_calls - 1, None, self._rest[self._at : until]))
+        self._at = until
+        if end >= 0:
             self._read = self._read_behind
-        return bool(ends)
+        return end >= 0
 
     def _read_tail(self) -> bool:
         """What the object has behind its arguments: nothing that counts."""
-        scan, num_taken = self._scan, 0
-        while num_taken < len(self._rest) and not scan.is_whole:
-            scan.push(self._rest[num_taken])
+        scan, at = self._scan, self._at
+        while at < len(self._rest) and not scan.is_whole:
+            scan.push(self._rest[at])
             if scan.is_broken:
-                self._rest, self._held, self._read = self._held + self._rest, "", self._read_behind
+                self._give_back(len(self._held))
+                self._held, self._read = "", self._read_behind
                 return True
-            num_taken = scan.push_run(self._rest, num_taken + 1)
-        self._hold(num_taken, adds=True)
+            at = scan.push_run(self._rest, at + 1)
+        self._hold(at, adds=True)
         if scan.is_whole:
             self._held, self._read = "", self._read_behind
         return scan.is_whole
@@ -229,36 +240,48 @@ class ToolReader:
     def _read_behind(self) -> bool:
         """What stands between two calls, or behind the last."""
         self._is_behind_call = True
-        rest = self._rest.lstrip()
         closes = self._syntax.closes or ("]" if self._is_in_list else "")
+        at = self._behind_blanks()
+        rest = self._rest[at : at + max(len(closes), 1)]
         if not rest or (len(rest) < len(closes) and closes.startswith(rest)):
             return False
-        space = len(self._rest) - len(rest)
-        if closes and rest.startswith(closes):
-            self._rest = rest[len(closes) :]
+        if rest == closes:
+            self._at = at + len(closes)
             self._is_in_list = False
             self._read = self._read_content
         elif (self._is_in_list and rest[0] == ",") or (self._syntax.bare == "{" and rest[0] in ";{"):
-            self._hold(space + (rest[0] != "{"))
+            self._hold(at + (rest[0] != "{"))
             self._read = self._read_item
         else:
             self._is_in_list = False
             self._read = self._read_content
         return True
 
+    def _behind_blanks(self) -> int:
+        """Where in the rest something else follows, or its end."""
+        found = _BLANKS.match(self._rest, self._at)
+        return self._at if found is None else found.end()
+
     # ---------------------------------------------------------------- what is held back
 
-    def _hold(self, length: int, adds: bool = False) -> None:
+    def _hold(self, until: int, adds: bool = False) -> None:
         """The rest's beginning is what looks like a call, or more of it."""
-        self._held = (self._held if adds else "") + self._rest[:length]
-        self._rest = self._rest[length:]
+        self._held = (self._held if adds else "") + self._rest[self._at : until]
+        self._at = until
         if not adds:
             self._mark_length = 0
+
+    def _give_back(self, length: int) -> None:
+        """The end of what is held is rest again; what earlier pushes brought of it has been cut off, and comes in front."""
+        if length <= self._at:
+            self._at -= length
+        else:
+            self._rest, self._at = self._held[len(self._held) - length :] + self._rest[self._at :], 0
 
     def _fall_back(self) -> None:
         """It is no call: its mark is content, and behind that there may be a call."""
         self._say(self._held[: self._mark_length])
-        self._rest = self._held[self._mark_length :] + self._rest
+        self._give_back(len(self._held) - self._mark_length)
         self._held, self._mark_length, self._is_in_list = "", 0, False
         self._read = self._read_content
 
@@ -266,20 +289,21 @@ class ToolReader:
         return not self._syntax.bare or scan.name in self._offered
 
 
-def _begun(mark: str, text: str) -> int:
-    """The length of the text's longest end that begins the mark and is not all of it."""
-    return next((length for length in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:length])), 0)
+def _begun(mark: str, text: str, start: int = 0) -> int:
+    """The length of the text's longest end, from `start` on, that begins the mark and is not all of it."""
+    longest = min(len(mark) - 1, len(text) - start)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
 
 
 def _joined(told: Iterable[Told]) -> list[Told]:
     """The same in as few parts as it can be, none empty but for a call's beginning."""
     joined: list[Told] = []
-    for each in told:
-        last = joined[-1] if joined else None
-        if isinstance(each, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + each.text)
-        elif isinstance(each, Called) and each.name is None and isinstance(last, Called):
-            joined[-1] = Called(last.index, last.name, last.arguments + each.arguments)
-        elif isinstance(each, Said) or each.name is not None or each.arguments:
-            joined.append(each)
+    for index, group in itertools.groupby(told, lambda each: each.index if isinstance(each, Called) else None):
+        parts = list(group)
+        text = "".join([each.text if isinstance(each, Said) else each.arguments for each in parts])
+        name = parts[0].name if isinstance(parts[0], Called) else None
+        if index is None:
+            joined.append(Said(text))
+        elif name is not None or text:
+            joined.append(Called(index, name, text))
     return joined

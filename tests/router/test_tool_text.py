@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final, SupportsIndex
 
 import pytest
 from hypothesis import given
@@ -220,6 +220,67 @@ def test_blanks_that_come_one_by_one_are_not_looked_through_with_each(syntax: To
     assert not any(reader.push("\n") for _ in range(100_000))
     assert whole([*told, *reader.push("b"), *reader.finish()]) == (before + "\n" * 100_000 + "b", [])
     assert time.thread_time() - began_at < 1.0
+
+
+class Counted(str):
+    """Text that counts what is copied of it, or searched for a mark; so do the parts of it that stay text of this kind."""
+
+    __slots__ = ()
+    num_seen: ClassVar[int] = 0
+
+    @classmethod
+    def _copy(cls, text: str) -> Counted:
+        cls.num_seen += len(text)
+        return cls(text)
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        part = super().__getitem__(key)
+        return self._copy(part) if isinstance(key, slice) else part
+
+    def __add__(self, other: str) -> Counted:
+        return self._copy(super().__add__(other))
+
+    def __radd__(self, other: str) -> Counted:
+        return self._copy(other + str(self))
+
+    def lstrip(self, chars: str | None = None) -> Counted:
+        return self._copy(super().lstrip(chars))
+
+    def rstrip(self, chars: str | None = None) -> Counted:
+        return self._copy(super().rstrip(chars))
+
+    def find(self, sub: str, start: SupportsIndex | None = None, end: SupportsIndex | None = None) -> int:
+        at = super().find(sub, start, end)
+        first, last, _ = slice(start, end).indices(len(self))
+        Counted.num_seen += (at if at >= 0 else last) - first
+        return at
+
+
+@pytest.mark.parametrize(
+    ("syntax", "before", "unit"),
+    [
+        *[(HERMES, "", unit) for unit in ("<tool_call>", "<tool_call>{", '<tool_call>\n{"', '<tool_call>{"name": ')],
+        *[(MISTRAL, "a", unit) for unit in ("[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS] [{", "[TOOL_CALLS]f ")],
+        *[(LLAMA, "", unit) for unit in ("<|python_tag|>", "{<|python_tag|>", "<|python_tag|>{")],
+        *[(HERMES, "", unit) for unit in (f"<tool_call>{F}", f"<tool_call>{F[:-1]},", f"<tool_call>{F}</tool_call>")],
+        *[(LLAMA, "", unit) for unit in (F, F + ";")],
+        *[(LIST, "[", unit) for unit in (F + ",",)],
+        *[(MISTRAL, "", unit) for unit in ("[TOOL_CALLS]f{}", f"[TOOL_CALLS][{F}]")],
+        (HERMES, "", F[:-2].join(("<tool_call>", "]"))),  # arguments that are no JSON, and nothing that closes a call
+    ],
+)
+@pytest.mark.parametrize("num_pushes", [1, 2])
+def test_marks_again_and_again_cost_what_any_text_costs(
+    syntax: ToolSyntax, before: str, unit: str, num_pushes: int
+) -> None:
+    """Somebody who goes on behind a text brings all of it at once; copied from each mark on, 64,000 marks took seconds."""
+    text = before + unit * 500
+    cut = len(text) // num_pushes + 1
+    parts = [text[at : at + cut] for at in range(0, len(text), cut)]
+    reader, num_seen = ToolReader(syntax, OFFERED), Counted.num_seen
+    told = [*itertools.chain(*[reader.push(Counted(part)) for part in parts]), *reader.finish()]
+    assert Counted.num_seen - num_seen < 12 * len(text)
+    assert whole(told) == whole(read(syntax, list(text))[0])
 
 
 def test_ids_are_the_same_for_the_same_choice_and_no_other() -> None:
