@@ -103,7 +103,7 @@ class _Call:
             except (NoRequest, ServerProblem) as problem:  # the server may have died of a rate that a sweep has tried
                 if not self.runs:
                     raise
-                self.console.print(f"{problem}; what follows is of the runs before")
+                sys.stderr.write(f"{PROG}: {problem}; what follows is of the runs before\n")
                 is_broken = isinstance(problem, ServerProblem)
             return Outcome(asking.model, asking.prompt_form, self.runs, halt.is_asked, is_broken)
 

@@ -135,5 +135,5 @@ def test_a_server_that_dies_of_a_rate_leaves_the_runs_before(tmp_path: Path) -> 
         command = [sys.executable, "-m", "bench.serve", url, *flags, "--prompt-tokens", "4"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2, ended.stderr
-    assert "cannot be reached" in ended.stdout and "what follows is of the runs before" in ended.stdout
+    assert "cannot be reached" in ended.stderr and "what follows is of the runs before" in ended.stderr
     assert len(json.loads(path.read_text())["runs"]) >= 2
