@@ -187,7 +187,7 @@ clients: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json
 coverage-table: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(PYTHON) -m pytest -n 4 --dist loadfile --coverage-table=docs/coverage.md
 
-clean: ## remove everything that make made, .venv included; models of your own stay
+clean: ## remove what make made, .venv included; of models/ the tiny one only
 	rm -rf .venv run $(TINY) build kernels/cpu/built kernels/numba_built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	-@rmdir models 2>/dev/null
+	@rmdir models 2>/dev/null || true
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

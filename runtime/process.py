@@ -36,7 +36,7 @@ _LOOK_EVERY_S: Final = 1.0
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
 EXIT_NOT_NOW: Final = 75  # what may pass by itself; sysexits.h: EX_TEMPFAIL
 _TRIAL: Final = bytes(4096)  # as much as a ready file has at most: a full disk takes files, and nothing in them
-_OF_AN_ADDRESS: Final = (errno.EADDRNOTAVAIL, socket.EAI_AGAIN, socket.EAI_NONAME)  # as a machine starts
+_OF_AN_ADDRESS: Final = (errno.EADDRNOTAVAIL, socket.EAI_AGAIN)  # as a machine starts
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _Result = TypeVar("_Result")
 
