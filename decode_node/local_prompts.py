@@ -26,6 +26,7 @@ from node.timing import Computed
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
+from proto.own_copy import own_copy
 
 
 class LocalPrompts:
@@ -78,7 +79,8 @@ class LocalPrompts:
         if (lack := self._lack(fresh)) is not None:
             self.out += refusal(pb.BUSY, lack, fresh, router, self._identity.name, generated)
             return ()
-        token_ids = (*dispatch.prompt_token_ids, *generated)
+        prompt, sampling = tuple(dispatch.prompt_token_ids), own_copy(dispatch.sampling)  # one for all branches
+        token_ids = (*prompt, *generated)
         of_blocks = tuple(block_keys(self._key_seed, token_ids, self._block_size))
         deadline = now + dispatch.ms_left / 1000
         for key in fresh:
@@ -89,8 +91,8 @@ class LocalPrompts:
                 key=key,
                 router=router,
                 deadline=deadline,
-                prompt_token_ids=tuple(dispatch.prompt_token_ids),
-                sampling=dispatch.sampling,
+                prompt_token_ids=prompt,
+                sampling=sampling,
                 seed=seeds[key],
                 token_ids=[*generated],
                 first_index=len(generated),
@@ -102,9 +104,9 @@ class LocalPrompts:
                 sequence_id=key,
                 token_ids=token_ids,
                 num_generated=len(generated),
-                sampling=to_sampling_params(dispatch.sampling, seeds[key]),
-                max_new_tokens=dispatch.sampling.max_tokens - len(generated),
-                stop_token_ids=frozenset(dispatch.sampling.stop_token_ids),
+                sampling=to_sampling_params(sampling, seeds[key]),
+                max_new_tokens=sampling.max_tokens - len(generated),
+                stop_token_ids=frozenset(sampling.stop_token_ids),
                 block_keys=of_blocks,
             )
             self._scheduler.submit(spec)
