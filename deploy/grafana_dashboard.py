@@ -33,6 +33,12 @@ def _mean_by(histogram: str, label: str) -> tuple[tuple[str, str], ...]:
     return ((f"{total} / {number}", f"{{{{{label}}}}}"),)
 
 
+def _mean_part(histogram: str, always: str) -> tuple[tuple[str, str], ...]:
+    """Each part's share of the mean, so that the stack is as high as that: by the number of requests, which `always` has all of."""
+    number = f'scalar(sum(rate({histogram}_count{{part="{always}"}}{_RATE})))'  # a retry's parts have few
+    return ((f"sum by (part) (rate({histogram}_sum{_RATE})) / {number}", "{{part}}"),)
+
+
 def _rate_by(counter: str, label: str) -> tuple[tuple[str, str], ...]:
     return ((f"sum by ({label}) (rate({counter}{_RATE}))", f"{{{{{label}}}}}"),)
 
@@ -54,13 +60,13 @@ _ROWS: Final[dict[str, tuple[_Panel, ...]]] = {
         _Panel(
             "Mean time to first token, by part",
             "s",
-            _mean_by("baton_router_time_to_first_token_part_seconds", "part"),
+            _mean_part("baton_router_time_to_first_token_part_seconds", "route"),
             is_stacked=True,
         ),
         _Panel(
             "Mean time from there to the second, by part",
             "s",
-            _mean_by("baton_router_second_token_part_seconds", "part"),
+            _mean_part("baton_router_second_token_part_seconds", "transfer"),
             is_stacked=True,
         ),
         _Panel(
