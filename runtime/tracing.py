@@ -2,7 +2,7 @@
 
 Spans are begun and ended where a request changes hands, never per token. Their context is W3C's `traceparent`
 (https://www.w3.org/TR/trace-context/), which processes pass on as text. What is told is batched by a thread of the library; a
-collector that is slow or gone costs spans and two lines, never a request. No prompt, token or key is in any of them.
+collector that is slow or gone costs spans and a few lines, never a request. No prompt, token or key is in any of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ CLOSE_TIMEOUT_S: Final = 2.0  # for what is not told yet when the process ends
 
 
 _LOG: Final = logging.getLogger(__name__)
-# What says two lines of each batch that finds no collector, and of what finds no room: those are events of ours.
-_EXPORTERS_LOGS: Final = ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal")
+# What says two lines of each batch that finds no collector, and what says one of spans that find no room: events of ours.
+_EXPORTERS_LOG: Final = "opentelemetry.exporter.otlp"
+_QUEUES_LOG: Final = "opentelemetry.sdk._shared_internal"
+_FULL: Final = "Queue full"  # how its line begins
 
 
 class NoTracing(ValueError):
@@ -67,17 +69,18 @@ class TracedSpan:
 class QuietExporter:
     """An exporter whose collector may be gone for days: said once when it goes, and once when it is back.
 
-    From its making on, what the library's own exporters log is only the reason in that line.
+    From its making on, what the library's own exporters log is only the reason in that line, and what its queue logs is one line
+    more: a collector that answers, but more slowly than spans are made, fails no export.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._is_gone = False
         self._said = _FirstSaid()
-        for name in _EXPORTERS_LOGS:
+        for name, handler in ((_EXPORTERS_LOG, self._said), (_QUEUES_LOG, _QueueFull())):
             log = logging.getLogger(name)
             log.propagate = False
-            log.handlers = [self._said]
+            log.handlers = [handler]
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """As SpanExporter; on the library's thread."""
@@ -107,6 +110,22 @@ class _FirstSaid(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.why = self.why or record.getMessage()
+
+
+class _QueueFull(logging.Handler):
+    """Says once that spans were dropped, made faster than they can be told, and all else that the queue has to say at all."""
+
+    _is_said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if not message.startswith(_FULL):
+            if record.levelno >= logging.WARNING:
+                why = record.exc_info[1] if record.exc_info else None
+                log_event(_LOG, record.levelno, "spans_lost", reason=message if why is None else f"{message} {why!r}")
+        elif not self._is_said:
+            self._is_said = True
+            log_event(_LOG, logging.WARNING, "spans_lost", reason="the collector is too slow")
 
 
 class Tracing:
