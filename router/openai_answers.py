@@ -3,8 +3,8 @@
 Beyond those shapes every choice names its effective `seed` (whole answers; a stream's first and last chunk), so that it can be
 drawn again; and with `return_token_ids`, `prompt_token_ids` (whole answers; first chunk) and `completion_token_ids` (whole
 answers: all; chunks: the chunk's own; the stop token included although it has no text, `generated_token_ids` of the client
-not). Choices are numbered prompt by prompt. Usage counts each prompt once, whatever `n` is, and of the completions what was
-generated here, up to and including the token that completes a stop string.
+not). Choices are numbered prompt by prompt. Usage counts each prompt once, whatever `n` is, as it does what of it was cached, and of
+the completions what was generated here, up to and including the token that completes a stop string.
 
 A choice that ends `pd_reschedule` has `completion_token_ids` whether asked for or not, and they are its whole completion, the
 `generated_token_ids` of the client included: what somebody else goes on with. In a stream they come in a last chunk without text.
@@ -135,6 +135,7 @@ class _Choice:
     seed: int
     is_first: bool = True  # nothing has
     num_tokens: int = 0
+    num_cached: int = 0  # of the prompt's tokens; the same for all choices of a prompt, once it was told
     whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
     texts: list[str] = field(default_factory=list)
     calls: ChoiceCalls | None = None  # of tools, where there are any
@@ -225,6 +226,7 @@ class AnswerWriter:
     def _event(self, index: int, piece: Piece) -> Iterable[bytes]:
         choice = self._choices[index]
         choice.num_tokens += len(piece.token_ids)
+        choice.num_cached = max(choice.num_cached, piece.num_cached)
         told, says_something = self._told(choice, piece)
         is_shown = choice.is_first or piece.finish_reason is not None or says_something
         has_tokens = self._options.returns_token_ids or self._options.num_logprobs is not None
@@ -289,6 +291,7 @@ class AnswerWriter:
         """Keep a choice's next piece for `whole`."""
         choice, whole = self._choices[index], self._choices[index].whole
         choice.num_tokens += len(piece.token_ids)
+        choice.num_cached = max(choice.num_cached, piece.num_cached)
         if choice.calls is None:
             choice.texts.append(piece.text)
         else:
@@ -331,10 +334,15 @@ class AnswerWriter:
         num_top = self._options.num_logprobs
         return None if num_top is None else self._form.logprobs(choice.scored(piece), num_top, self._spelling)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         num_completion = sum(choice.num_tokens for choice in self._choices)
+        cached: dict[str, int] = {}  # by prompt
+        for choice in self._choices:
+            name = choice.asked.request.request_id
+            cached[name] = max(cached.get(name, 0), choice.num_cached)
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_completion,
             "total_tokens": self._num_prompt_tokens + num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }

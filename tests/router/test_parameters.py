@@ -127,6 +127,7 @@ def test_a_list_of_prompts_is_one_answer_numbered_prompt_by_prompt(model: Path, 
         assert texts == {0: "i0", 1: "i1", 2: "o0", 3: "o1", 4: "!0", 5: "!1"}
         assert set(reasons.values()) == {"length"}
         num_prompt = 5 + 3 * isinstance(prompt[0], str)
+        assert usage.pop("prompt_tokens_details") == {"cached_tokens": 0}
         assert usage == {"prompt_tokens": num_prompt, "completion_tokens": 12, "total_tokens": num_prompt + 12}
         sent = [(each.request_id, [b.choice for b in each.branches]) for each in router.pair.prefill.dispatches]
         assert [choices for _, choices in sent] == [[0, 1]] * 3

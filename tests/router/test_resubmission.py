@@ -91,6 +91,7 @@ def test_a_choice_that_is_handed_up_has_all_its_tokens_and_its_seed_and_the_othe
         assert second["completion_token_ids"] == [7, *b"x", *EURO, *b"ST", EURO[0]]
         assert first.get("completion_token_ids") == ([*b"ok"] if ids else None)
         assert type(second["seed"]) is int and second["seed"] != first["seed"] == 5
+        assert content["usage"].pop("prompt_tokens_details") == {"cached_tokens": 0}
         assert content["usage"] == {"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11}
 
     asyncio.run(scenario())
@@ -181,6 +182,7 @@ def test_a_resubmission_that_is_complete_is_answered_at_once_and_no_node_hears_o
             assert (choice["text"], choice["finish_reason"], choice["seed"]) == (text, reason, 9)
             assert choice["completion_token_ids"] == choice["logprobs"]["tokens"] == []
             usage = chunks[-2 if stream else 0]["usage"]
+            assert usage.pop("prompt_tokens_details") == {"cached_tokens": 0}
             assert usage == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
             assert not stream or (len(chunks), chunks[-1]) == (3, "[DONE]")
             assert not router.pair.prefill.dispatches
