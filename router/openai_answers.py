@@ -3,8 +3,8 @@
 Beyond those shapes every choice names its effective `seed` (whole answers; a stream's first and last chunk), so that it can be
 drawn again; and with `return_token_ids`, `prompt_token_ids` (whole answers; first chunk) and `completion_token_ids` (whole
 answers: all; chunks: the chunk's own; the stop token included although it has no text, `generated_token_ids` of the client
-not). Choices are numbered prompt by prompt. Usage counts each prompt once, whatever `n` is, as it does what of it was cached, and of
-the completions what was generated here, up to and including the token that completes a stop string.
+not). Choices are numbered prompt by prompt. Usage counts each prompt, and what of it was cached, once, whatever `n` is, and of the
+completions what was generated here, up to and including the token that completes a stop string.
 
 A choice that ends `pd_reschedule` has `completion_token_ids` whether asked for or not, and they are its whole completion, the
 `generated_token_ids` of the client included: what somebody else goes on with. In a stream they come in a last chunk without text.
