@@ -270,13 +270,13 @@ class Api:
                 raise ApiError(503, "The router is shutting down.", code="SHUTTING_DOWN", retry_after_s=1.0)
             if account is not None:
                 account.admit()
-            async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
-                content = await self._bodies.read(request)
-                await self._shell.step_aside()
-                body = await off_loop(len(content), TURNS.call, len(content), parse, content)
-                if body.request_id is not None:
-                    headers[REQUEST_ID] = client_id = body.request_id
-                asked = await self._asked(body, arrived_at, len(content))
+            async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s) as patience:
+                with await self._bodies.read(request, patience) as content:
+                    await self._shell.step_aside()
+                    body = await off_loop(len(content), TURNS.call, len(content), parse, content)
+                    if body.request_id is not None:
+                        headers[REQUEST_ID] = client_id = body.request_id
+                    asked = await self._asked(body, arrived_at, len(content))
             if account is not None:
                 account.take_prompt(sum(each.request.num_given for each in asked))
         except ApiError as error:

@@ -3,20 +3,54 @@
 A page of another site, open in a browser that reaches this router, can POST to it without asking, as long as that looks like a form
 (no preflight: the CORS protocol, https://fetch.spec.whatwg.org). Its answer would stay unread, but its tokens are computed, so what
 looks like that is not read. JSON from there is asked for first, which is never granted here, or by who answers in front.
+
+A body is on its way until it is tokens: what waits for a turn to be parsed is there, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from asyncio import CancelledError, Timeout
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from router.foreign_pages import is_json, is_of
 from router.openai_types import ApiError
+from runtime.http_protocol import DIRECT, DirectWay
 
 SMALL: Final = 64 << 10  # bytes of each body that are not counted among all that are on their way
 _MOST_LARGE: Final = 32  # bodies of the largest size that are on their way at once
+
+
+class HeldBody:
+    """What was read; within `with` its request is worked on, as long as its client is there."""
+
+    def __init__(self, content: bytes, give_back: Callable[[], None], way: DirectWay | None, patience: Timeout) -> None:
+        self._content = content
+        self._give_back = give_back
+        self._way = way
+        self._patience = patience
+        self._is_unwanted = False
+
+    def __enter__(self) -> bytes:
+        if self._way is not None:
+            self._way.when_lost(self._stop)
+        return self._content
+
+    def __exit__(self, _: object, ended_by: BaseException | None, __: object) -> None:
+        if self._way is not None:
+            self._way.when_lost(None)
+        self._give_back()
+        if self._is_unwanted and isinstance(ended_by, CancelledError):
+            raise ClientDisconnect from ended_by
+
+    def _stop(self) -> None:
+        """The client has gone: what waits for a turn gives it up."""
+        if not self._patience.expired():
+            self._is_unwanted = True
+            self._patience.reschedule(-1.0)
 
 
 class Bodies:
@@ -28,15 +62,18 @@ class Bodies:
         self._max_under_way = _MOST_LARGE * max_bytes
         self._num_under_way = 0
 
-    async def read(self, request: Request) -> bytes:
-        """One of them. ApiError while it is read, once it is too large or too much of others is on its way."""
+    async def read(self, request: Request, patience: Timeout) -> HeldBody:
+        """One of them. ApiError while it is read, once it is too large or too much of others is on its way.
+
+        `patience`: what is done with it ends with that, or with ClientDisconnect.
+        """
         _check_sender(request.headers)
         too_large = ApiError(413, f"The body is larger than {self._max_bytes} bytes.", code="body_too_large")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise too_large
         content = bytearray()
-        num_counted = 0
+        num_counted, is_read = 0, False
         try:
             async for chunk in request.stream():
                 content += chunk
@@ -45,9 +82,15 @@ class Bodies:
                 if (num_more := max(len(content) - SMALL, 0) - num_counted) > 0:
                     self._count(num_more)
                     num_counted += num_more
-            return bytes(content)
+            is_read = True
+            way = request.scope.get("extensions", {}).get(DIRECT)
+            return HeldBody(bytes(content), partial(self._give_back, num_counted), way, patience)
         finally:
-            self._num_under_way -= num_counted
+            if not is_read:
+                self._give_back(num_counted)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._num_under_way -= num_bytes
 
     def _count(self, num_bytes: int) -> None:
         if self._num_under_way + num_bytes > self._max_under_way:

@@ -1,7 +1,8 @@
 """Whose large text is worked on, and who waits: threads do it beside the loop, so many bytes at once, in the order of arrival.
 
 Tokenizing takes a hundred times a text's size of memory. Texts of a megabyte and more take turns with each other, so that they hold
-up none that is shorter. Who gives up keeps its turn until its thread has ended, which nobody can end. Not here: what is done.
+up none that is shorter, and so do those whose parsing has turns (json_reading.py), which sleep in their threads: short ones have
+threads of their own. Who gives up keeps its turn until its thread has ended, which nobody can end. Not here: what is done.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
+from router.json_reading import LARGE
+
 AT_ONCE: Final = 8 << 20  # bytes, of either kind; one text may be larger
 LONG: Final = 1 << 20  # bytes
 _NUM_THREADS: Final = 16
+_NUM_SMALL: Final = 4  # threads of texts that are smaller than LARGE
 _GIVE_WAY_S: Final = 0.0005  # for so long a thread keeps the interpreter from the loop; usually ten times that
 
 R = TypeVar("R")
@@ -65,14 +69,17 @@ class TextTurns:
     """Calls functions of large texts in threads."""
 
     def __init__(self) -> None:
-        self._short, self._long = _Lane(), _Lane()
+        self._small, self._short, self._long = _Lane(), _Lane(), _Lane()
+        self._small_threads = ThreadPoolExecutor(_NUM_SMALL, "router-small-text")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "router-text")
         self._num_working = 0
         self._usual_s = sys.getswitchinterval()
 
     async def call(self, size: int, work: Callable[[], R]) -> R:
         """What `work` returns or raises; `size`: bytes of its text."""
-        lane, size, loop = self._long if size >= LONG else self._short, min(size, AT_ONCE), asyncio.get_running_loop()
+        lane = self._long if size >= LONG else self._short if size >= LARGE else self._small
+        threads = self._small_threads if lane is self._small else self._threads
+        size, loop = min(size, AT_ONCE), asyncio.get_running_loop()
         await lane.take(size)
 
         def ended(give_back: Callable[[int], None]) -> None:
@@ -87,12 +94,15 @@ class TextTurns:
 
         self._works(1)
         try:
-            future = self._threads.submit(work)
+            future = threads.submit(work)
         except RuntimeError:  # the process ends, or has no thread left
             ended(lane.give_back)
             raise
         future.add_done_callback(over)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future, work  # what was raised holds this frame: a circle, with the text in it
 
     def _works(self, number: int) -> None:
         """So many more threads work: with as many as there are the loop would get the interpreter back after each had its turn."""

@@ -16,6 +16,7 @@ from pydantic import Field, StrictInt, StrictStr
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from router.bodies import HeldBody
 from router.chat_template import TemplateRefusal
 from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_tools
 from router.gate import account_of
@@ -60,7 +61,7 @@ class Tokenizing:
         self,
         text: ModelText,
         model_name: str,
-        read: Callable[[Request], Awaitable[bytes]],
+        read: Callable[[Request, asyncio.Timeout], Awaitable[HeldBody]],
         timeout_s: float,
         max_model_len: Callable[[], int | None],
     ) -> None:
@@ -87,15 +88,15 @@ class Tokenizing:
         try:
             if account is not None:
                 account.admit()
-            async with asyncio.timeout(self._timeout_s):
-                content = await self._read(request)
-                body: Body = await off_loop(
-                    len(content), TURNS.call, len(content), partial(parse_body, body_type), content
-                )
-                asked: str | None = getattr(body, "model", None)
-                if asked not in (None, self._model_name):
-                    raise unknown_model(str(asked), self._model_name)
-                return Response(await answer(body, len(content)), 200, headers, "application/json")
+            async with asyncio.timeout(self._timeout_s) as patience:
+                with await self._read(request, patience) as content:
+                    body: Body = await off_loop(
+                        len(content), TURNS.call, len(content), partial(parse_body, body_type), content
+                    )
+                    asked: str | None = getattr(body, "model", None)
+                    if asked not in (None, self._model_name):
+                        raise unknown_model(str(asked), self._model_name)
+                    return Response(await answer(body, len(content)), 200, headers, "application/json")
         except ApiError as error:
             return refusal(error, headers)
         except TimeoutError:

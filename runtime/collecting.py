@@ -18,6 +18,7 @@ from typing import Final
 
 REST_S: Final = 5.0  # from one full walk to the next, where the process is at rest
 LONGEST_S: Final = 120.0  # the same, where it never is, and longer where walks take a ten-thousandth of that: 12 ms
+MOST_S: Final = 3600.0  # however long they take: what they would have found grows meanwhile
 _BUSY_SHARE: Final = 1e-4  # of the time
 LOOK_EVERY_S: Final = 1.0
 _YOUNG: Final = 200  # objects more than there were: walks then take a busy router three thousandths of its time
@@ -52,7 +53,7 @@ class FullWalks:
 
     def took(self, seconds: float) -> None:
         """So long nobody was served: ten thousand streams make it a quarter of a second."""
-        self._busy_s = max(LONGEST_S, seconds / _BUSY_SHARE)
+        self._busy_s = min(max(LONGEST_S, seconds / _BUSY_SHARE), MOST_S)
 
 
 async def collect_at_rest(

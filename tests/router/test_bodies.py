@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from router.bodies import SMALL
+from router.json_reading import LARGE, TURNS
 from tests.router.live_router import MODEL_NAME, LiveRouter, live_router
 from tests.router.tiny_model import write_model_text
 
@@ -51,6 +53,56 @@ async def _many_large_bodies(tmp_path: Path) -> None:
                 break
             await asyncio.sleep(0.05)
         assert late.status_code in (200, 400), "what was counted is counted no more"
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_bodies_that_wait_to_be_parsed_are_on_their_way_too_until_their_clients_go(tmp_path: Path, path: str) -> None:
+    asyncio.run(_many_unparsed_bodies(tmp_path, path))
+
+
+async def _many_unparsed_bodies(tmp_path: Path, path: str) -> None:
+    content = json.dumps({"model": MODEL_NAME, "prompt": "x", "user": "u" * (MAX_BODY - KIB)}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    has_turn, may_end = threading.Event(), threading.Event()
+
+    def take_long() -> None:
+        has_turn.set()
+        may_end.wait(60)
+
+    async with live_router(write_model_text(tmp_path / "model")) as router:
+        holder = asyncio.create_task(asyncio.to_thread(TURNS.call, LARGE, take_long))
+        try:
+            await asyncio.to_thread(has_turn.wait)
+            held = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(2 * (NUM_AT_ONCE - 4))]
+            for number, (_, writer) in enumerate(held):
+                if number == len(held) // 2:
+                    await asyncio.sleep(0.5)  # those are read, fewer than there may be
+                writer.write(head.encode() + b"\r\n\r\n" + content)
+                await writer.drain()
+            answers = [asyncio.create_task(reader.readline()) for reader, _ in held]
+            done, _ = await asyncio.wait(answers, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            assert {task.result() for task in done} == {b"HTTP/1.1 503 Service Unavailable\r\n"}
+            for task in answers:
+                task.cancel()
+            for _, writer in held:
+                writer.close()
+            async with asyncio.timeout(60):  # until the router has seen that they are gone, though nobody had a turn
+                while await is_answered(*await begin_body(router, MAX_BODY)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        finally:
+            may_end.set()
+            await holder
+
+
+async def is_answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Whether a request is, whose body has not come whole."""
+    try:
+        return bool(await asyncio.wait_for(reader.readline(), 0.5))
+    except TimeoutError:
+        return False
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])

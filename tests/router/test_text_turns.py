@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from router import text as text_of_model
+from router.json_reading import LARGE
 from router.text_turns import AT_ONCE, LONG, TextTurns
 from router.token_bounds import characters_of_longest_token
 from tests.router.live_router import live_router
@@ -61,6 +64,49 @@ def test_no_more_bytes_are_worked_on_at_once_than_may_be_whoever_gives_up(fresh_
 
     asyncio.run(run())
     assert gauge.most[False] <= AT_ONCE and gauge.most[True] <= 2 * AT_ONCE, "one text alone may be larger"
+
+
+def test_what_is_refused_leaves_nothing_of_its_text_that_only_a_walk_would_find() -> None:
+    """Walks over all objects are seldom (runtime/collecting.py), and a client may send what is refused as often as it likes."""
+
+    class Body:
+        pass
+
+    def refuse(body: Body) -> None:
+        raise ValueError("no")
+
+    async def run() -> list[weakref.ref[Body]]:
+        turns, bodies = TextTurns(), list[weakref.ref[Body]]()
+        for _ in range(5):
+            body = Body()
+            bodies.append(weakref.ref(body))
+            with pytest.raises(ValueError, match="no"):
+                await turns.call(LARGE, partial(refuse, body))
+            del body
+        while turns._num_working:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return bodies
+
+    gc.disable()
+    try:
+        assert not any(body() for body in asyncio.run(run()))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.covers("P04")
+def test_a_small_text_waits_for_none_that_may_sleep_in_its_thread() -> None:
+    turns, may_end = TextTurns(), threading.Event()
+
+    async def run() -> None:
+        parsed = [asyncio.create_task(turns.call(LARGE, lambda: may_end.wait(20))) for _ in range(200)]
+        await asyncio.sleep(0)  # all of them have asked
+        async with asyncio.timeout(10):
+            assert await turns.call(LARGE - 1, lambda: "small") == "small"
+        may_end.set()
+        assert all(await asyncio.gather(*parsed))
+
+    asyncio.run(run())
 
 
 @pytest.mark.covers("P04")

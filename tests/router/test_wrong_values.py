@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import pytest
 from starlette.requests import Request
 
+from router.bodies import HeldBody
 from router.chat_types import ChatBody
 from router.intake import Intake, IntakeLimits
 from router.openai_types import ApiError, CompletionBody, parse_body
@@ -157,8 +158,8 @@ class _Checks:
         self._tokenizing = Tokenizing(text, NAME, self._read, 9.0, lambda: LONGEST)
         self._content = b""
 
-    async def _read(self, request: Request) -> bytes:
-        return self._content
+    async def _read(self, request: Request, patience: asyncio.Timeout) -> HeldBody:
+        return HeldBody(self._content, lambda: None, None, patience)
 
     async def refusal(self, endpoint: str, content: bytes) -> dict[str, Any] | None:
         """The error; None: the body is taken."""
