@@ -8,6 +8,7 @@ import { Nodes } from "./nodes.js";
 import { Picture } from "./picture.js";
 import { Requests } from "./requests.js";
 import { RouterError, kill, page, setKey } from "./router.js";
+import { IN_TURN, Routers } from "./routers.js";
 
 const LOOK_MS = 1000;
 const REFUSED_MS = 30000; // for so long it is read why a node was not killed
@@ -16,10 +17,12 @@ const THEMES = ["auto", "light", "dark"];
 const figures = new Figures();
 const nodes = new Nodes(killNode);
 const requests = new Requests(select);
+const routers = new Routers();
 const picture = new Picture();
 const chat = new Chat({ started: select, looked: lookedAtChat, ended: look, refused: problem, kill: killNode });
 let selected = null; // id of the request whose timeline is shown
 let isShownWhole = false; // it has ended, and that is drawn
+let isGone = false; // the router that was asked has nothing of it (any more)
 let isLooking = false;
 let hiding = 0; // timer, of why a node was not killed
 const killing = new Set(); // names of nodes that are asked for
@@ -30,6 +33,7 @@ async function look() {
   isLooking = true;
   try {
     const now = await page("/dashboard/state");
+    routers.heard(now);
     well(now);
     figures.show(now);
     nodes.show(now.state.nodes, now.can_kill);
@@ -37,7 +41,8 @@ async function look() {
     chat.model = now.model;
     chat.canKill = now.can_kill;
     byId("send-kill").hidden = !now.can_kill;
-    if (selected !== null && !isShownWhole && selected !== chat.requestId) await lookAtSelected();
+    const isOver = isShownWhole || (isGone && !routers.areSeveral);
+    if (selected !== null && !isOver && selected !== chat.requestId) await lookAtSelected();
   } catch (error) {
     problem(error instanceof RouterError ? error : new RouterError(0, "What the router answers is nothing that this page knows."));
     if (!(error instanceof RouterError)) throw error;
@@ -54,7 +59,7 @@ async function lookAtSelected() {
   } catch (error) {
     if (!(error instanceof RouterError) || ![404, 503].includes(error.status)) throw error;
     if (asked !== selected || error.status === 503) return; // who has it has not answered, perhaps
-    isShownWhole = true; // it is not kept any more: what is drawn stays
+    isGone = true; // it is not kept any more: what is drawn stays
   }
 }
 
@@ -70,6 +75,7 @@ function lookedAtChat(found) {
 function select(id) {
   selected = id;
   isShownWhole = false;
+  isGone = false;
   look();
 }
 
@@ -104,7 +110,8 @@ function well(now) {
   setText(byId("model"), `${now.model}${workers(now)}`);
   setText(byId("status"), now.state.ready ? (lacking.length ? "degraded" : "ready") : "not ready");
   byId("status").className = `pill ${now.state.ready ? (lacking.length ? "warn" : "good") : "bad"}`;
-  notice(lacking.length ? `${now.state.ready ? "Served without" : "Requests wait or are turned away"}: ${lacking.join("; ")}.` : "");
+  const lacks = lacking.length ? `${now.state.ready ? "Served without" : "Requests wait or are turned away"}: ${lacking.join("; ")}.` : "";
+  notice([lacks, routers.areSeveral ? IN_TURN : ""].filter(Boolean).join(" "));
   byId("main").classList.remove("stale");
   byId("keys").hidden = true;
 }

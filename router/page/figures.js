@@ -1,6 +1,7 @@
 // The four figures: what they are now, and a line of up to the last two minutes.
 
 import { byId, count, duration, el, setText, svg } from "./dom.js";
+import { names } from "./routers.js";
 
 const KEPT = 120; // points, of looks that are about a second apart
 const APART_S = 0.9; // at least: who presses a row looks in between, and hundredths of a second make no rate
@@ -17,14 +18,10 @@ const FIGURES = [
   { id: "token", title: "Time per token", unit: "median" },
 ];
 
-/** Tokens per second between two looks; null where they cannot be compared: other workers have answered, or one that was started anew. */
+/** Tokens per second between two looks; null where they cannot be compared: others have answered, or one that was started anew. */
 export function rate(before, now) {
-  if (!before || now.at <= before.at || now.generated_tokens < before.generated_tokens || workers(before) !== workers(now)) return null;
+  if (!before || now.at <= before.at || now.generated_tokens < before.generated_tokens || String(names(before)) !== String(names(now))) return null;
   return (now.generated_tokens - before.generated_tokens) / (now.at - before.at);
-}
-
-function workers(look) {
-  return look.state.workers.map((each) => `${each.worker}@${each.pid}`).sort().join();
 }
 
 export class Figures {

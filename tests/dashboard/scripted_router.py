@@ -41,8 +41,8 @@ def request(name: str, outcome: str | None = "stop", **more: Any) -> dict[str, A
 
 
 def state(at: float | None = None, tokens: int = 0, **more: Any) -> dict[str, Any]:
-    """What is shown each second; `pids` of the workers that have answered, `num_workers` of how many."""
-    workers = [{"worker": index, "pid": pid} for index, pid in enumerate(more.pop("pids", [7]))]
+    """What is shown each second; `routers`: names of the workers that have answered, `num_workers` of how many."""
+    workers = [{"worker": index, "pid": 1, "router": name} for index, name in enumerate(more.pop("routers", ["a"]))]
     nodes, live = more.pop("nodes", [node()]), more.pop("live", 0)
     known = {"ready": True, "missing": [], "degraded": [], "workers": workers, "queued": 0, "live_requests": live}
     usual = {"model": "m", "can_kill": True, "num_workers": len(workers), "requests": [request("aaaaaaaa1111")]}

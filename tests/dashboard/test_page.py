@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -227,16 +228,51 @@ def test_it_is_said_how_many_workers_are_in_the_numbers_and_of_which_there_is_a_
     page: Browser, router: ScriptedRouter
 ) -> None:
     model = "return document.getElementById('model').textContent"
-    router.state = lambda: (200, state(pids=[7, 8], num_workers=3))
+    router.state = lambda: (200, state(routers=["a", "b"], num_workers=3))
     page.wait(f"{model} === 'm, 2 of 3 workers have answered'")
-    router.state = lambda: (200, state(pids=[7, 8, 9], num_workers=3))
+    router.state = lambda: (200, state(routers=["a", "b", "c"], num_workers=3))
     page.wait(f"{model} === 'm, 3 workers'")
+    one, both, anew = ["a"], ["a", "b"], ["a", "c"]  # whose pids may be the same in containers
     looks = [
-        *(state(1, 100, pids=[7, 8]), state(2, 110, pids=[7, 8])),
-        *(state(3, 60, pids=[7]), state(4, 65, pids=[7]), state(5, 130, pids=[7, 8]), state(6, 140, pids=[7, 8])),
-        *(state(7, 150, pids=[7, 9]), state(8, 160, pids=[7, 9])),
+        *(
+            state(1, 100, routers=both),
+            state(2, 110, routers=both),
+            state(3, 60, routers=one),
+            state(4, 65, routers=one),
+        ),
+        *(
+            state(5, 130, routers=both),
+            state(6, 140, routers=both),
+            state(7, 150, routers=anew),
+            state(8, 160, routers=anew),
+        ),
     ]
     assert [rate for _, rate, _ in page.run(FIGURES, looks)] == ["–", "10", "–", "5.0", "–", "10", "–", "10"]
+
+
+def test_where_several_routers_answer_in_turn_that_is_said_and_what_one_has_not_is_asked_for_again(
+    page: Browser, router: ScriptedRouter
+) -> None:
+    """One that was started anew never comes again, and gone for good is what it does not have."""
+    notice = "return document.getElementById('notice').textContent"
+    path = REQUESTS + "aaaaaaaa1111"
+    router.timeline = lambda name: (404, {"error": {"message": "There is no timeline."}})
+    router.state = lambda: (200, state(routers=["b"]))
+    looked(router)
+    page.click("#requests .link")
+    looked(router, 3)
+    assert router.asked.count(path) == 1 and page.run(notice) == ""
+    turns = itertools.cycle(("a", "b"))
+    router.state = lambda: (200, state(routers=[next(turns)], num_workers=2))
+    looked(router, 4)
+    assert page.run(notice) == "", "one router's workers are late in turn"
+    router.state = lambda: (200, state(routers=[next(turns)]))
+    page.wait(f"{notice}.startsWith('Several routers answer here in turn')")
+    looked(router, 3)
+    assert router.asked.count(path) >= 3
+    router.timeline = lambda name: (200, timeline(name))
+    page.wait(f"{TITLE}.startsWith('aaaaaaaa · stop')")
+    page.log()  # of what could not be loaded
 
 
 def test_a_point_of_a_figures_line_is_of_about_a_second_and_behind_a_gap_it_begins_anew(page: Browser) -> None:

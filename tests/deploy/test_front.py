@@ -28,6 +28,7 @@ class StandIn(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         self.is_draining = False
         self.num_refused = 0
+        self.asked: list[str] = []  # paths
         self.may_end = threading.Event()
         super().__init__(("127.0.0.1", 0), Answering)
 
@@ -40,6 +41,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
     server: StandIn
 
     def do_GET(self) -> None:
+        self.server.asked.append(self.path)
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -122,3 +124,23 @@ def test_what_a_router_has_refused_is_said_to_no_other(tmp_path: Path) -> None:
         with answer_of(port, 2) as answer:
             assert answer.status == 503
         assert sum(router.num_refused for router in routers) == 1
+
+
+def looked(port: int, path: str) -> int:
+    """Its status."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+        client.request("GET", path)
+        return client.getresponse().status
+
+
+def test_a_browser_sees_the_dashboard_of_one_router_and_of_the_other_where_that_one_is_gone(tmp_path: Path) -> None:
+    with front(tmp_path) as (port, routers):
+        paths = [path for index in range(4) for path in ("/dashboard/state", f"/dashboard/requests/{index}")]
+        assert {looked(port, path) for path in paths} == {200}
+        seen = [[path for path in router.asked if path.startswith("/dashboard")] for router in routers]
+        assert sorted(seen) == [[], paths]
+        mine = seen.index(paths)
+        routers[mine].shutdown()
+        routers[mine].server_close()
+        assert looked(port, "/dashboard/state") == 200
+        assert "/dashboard/state" in routers[1 - mine].asked
