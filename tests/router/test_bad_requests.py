@@ -58,7 +58,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, 10**40]}, "prompt", "token id 1000"),
     ({"prompt": "x" * MAX_MODEL_LEN}, "prompt", "257 tokens leave no room"),
     ({"prompt": "\ud800"}, "prompt", "half a surrogate pair"),
-    ({"top_p": 0}, "top_p", "must be greater than 0, not 0"),
+    ({"top_p": -0.1}, "top_p", "must be greater than or equal to 0, not -0.1"),
     ({"top_p": 7}, "top_p", "less than or equal to 1, not 7"),
     ({"top_k": -2}, "top_k", "greater than or equal to -1, not -2"),
     ({"top_k": 1.5}, "top_k", "must be a whole number"),

@@ -81,9 +81,11 @@ def test_what_asks_for_nothing_is_off_on_the_wire(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         await router.post(top_p=1, top_k=-1, min_p=0, repetition_penalty=1, stop=None, logprobs=None, user="me")
         await router.post(top_p=1e-50, repetition_penalty=1e-50, ignore_eos=True, stop_token_ids=[7])
-        first, second = (dispatch.sampling for dispatch in router.pair.prefill.dispatches)
+        await router.post(top_p=0)
+        first, second, third = (dispatch.sampling for dispatch in router.pair.prefill.dispatches)
         assert first == pb.Sampling(temperature=1, max_tokens=16, stop_token_ids=[EOS_ID, TURN_ID])
         assert 0 < second.top_p < 1e-5, "0 would be off"
+        assert third.top_p == second.top_p, "the likeliest token alone"
         assert 0 < second.repetition_penalty < 1e-5
         assert list(second.stop_token_ids) == [7]
 

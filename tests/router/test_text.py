@@ -280,7 +280,7 @@ def test_stop_tokens_are_those_of_the_generation_config_or_of_the_model_and_the_
         ("config.json", '{"vocab_size": 300, "eos_token_id": 300}'),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         ("generation_config.json", '{"temperature": "warm"}'),
-        ("generation_config.json", '{"top_p": 0}'),
+        ("generation_config.json", '{"top_p": -0.5}'),
         ("generation_config.json", '{"top_k": NaN}'),
         ("generation_config.json", '{"temperature": 2.5}'),
         ("generation_config.json", '{"top_k": 1.5}'),
@@ -298,6 +298,13 @@ def test_a_bad_model_directory_is_one_line_that_names_the_place(tmp_path: Path, 
         ModelText(directory)
     assert str(directory) in str(failure.value)
     assert "\n" not in str(failure.value)
+
+
+def test_a_share_of_nothing_is_a_sampling_default_like_any(tmp_path: Path) -> None:
+    """It means the likeliest token alone, as with OpenAI."""
+    directory = write_model_text(tmp_path)
+    (directory / "generation_config.json").write_text('{"top_p": 0}')
+    assert ModelText(directory).sampling_defaults.top_p == 0
 
 
 @pytest.mark.covers("A02")
