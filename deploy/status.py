@@ -86,14 +86,14 @@ def _show(config: StatusConfig, pages: Pages) -> None:
     if config.once or not console.is_terminal:
         console.print(rendered(pages.url, state, requests, console.width))
         return
-    with Live(
-        rendered(pages.url, state, requests, console.width), console=console, screen=True, auto_refresh=False
-    ) as live:
+    shown = rendered(pages.url, state, requests, console.width, console.height)
+    with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(config.interval_s)
             try:
                 with pages.as_we_know_them():
-                    live.update(rendered(pages.url, *_look(config, pages), console.width), refresh=True)
+                    looked = _look(config, pages)
+                live.update(rendered(pages.url, *looked, console.width, console.height), refresh=True)
             except NoAnswer as error:  # it may come back
                 live.update(Text(f"baton status: {error}", style="red"), refresh=True)
 
@@ -105,14 +105,41 @@ def _look(config: StatusConfig, pages: Pages) -> tuple[dict[str, Any], list[dict
 
 
 def rendered(
-    url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], width: int = PIPE_WIDTH
+    url: str,
+    state: Mapping[str, Any],
+    requests: Sequence[Mapping[str, Any]],
+    width: int = PIPE_WIDTH,
+    height: int | None = None,
 ) -> RenderableType:
-    """The whole picture; of a table that does not fit, without the columns that are least asked for."""
+    """The whole picture; of a table that does not fit, without the columns that are least asked for.
+
+    `height`: so many lines it may have: nodes that are well are left out then, and the older requests.
+    """
     ready = Text("ready", "green") if state["ready"] else Text(f"not ready: {'; '.join(state['missing'])}", "red")
     head = Text.assemble(f"{url}  ", ready, f"  {state['live_requests']} requests live, {state['queued']} queued")
-    parts: list[RenderableType] = [head]
-    parts += [Text(f"without: {sentence}", "yellow") for sentence in state["degraded"]]
-    return Group(*parts, *_tables(state["nodes"], requests, width))
+    parts = [head, *(Text(f"without: {sentence}", "yellow") for sentence in state["degraded"])]
+    nodes = sorted(state["nodes"], key=lambda each: (str(each["role"]), str(each["name"])))
+    more: list[Text] = []
+    if height is not None:
+        lines = Console(width=width).render_lines(Group(*parts), pad=False)  # long ones take several
+        num_nodes, num_requests = fit(height - len(lines), len(nodes), len(requests))
+        requests = requests[:num_requests]
+        if num_nodes < len(nodes):
+            more = [Text(f"… and {len(nodes) - num_nodes} more node{'s' if len(nodes) - num_nodes > 1 else ''}")]
+            nodes = sorted(nodes, key=lambda each: _health(each)[1])[:num_nodes]
+    table, *others = _tables(nodes, requests, width)
+    return Group(*parts, table, *more, *others)
+
+
+def fit(num_lines: int, num_nodes: int, num_requests: int) -> tuple[int, int]:
+    """How many nodes and requests are shown on so many lines, which have headings, too, and one for the nodes that are not shown.
+
+    Requests have a third of them, and what nodes leave; neither is without a line, however few there are.
+    """
+    room = num_lines - 1 - (num_requests > 0)
+    for_requests = min(num_requests, max(room // 3, room - num_nodes, 1))
+    for_nodes = max(room - for_requests, 1)
+    return num_nodes if num_nodes <= for_nodes else for_nodes - 1, for_requests
 
 
 def _tables(nodes: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
@@ -137,15 +164,22 @@ def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("node", "role", "session", box=None, pad_edge=False)
     for name in ("tp", "running", "waiting", "prefilling", "free", "cached", "used", "leased", "quarantined", "of"):
         table.add_column(name, justify="right")
-    for node in sorted(nodes, key=lambda each: (str(each["role"]), str(each["name"]))):
-        is_well = node["session"] == "up" and node["circuit"] == "closed"
-        told = [node["session"]] + [word for word in ("draining",) if node[word]]
-        told += [] if node["circuit"] == "closed" else [f"circuit {node['circuit']}"]
+    for node in nodes:
+        told, is_well = _health(node)
         numbers = [node[name] for name in ("tp", "running", "waiting", "prefilling")]
         numbers += [*node["blocks"].values(), node["num_blocks"]]
-        session = Text(", ".join(told), "green" if is_well and not node["draining"] else "yellow")
+        session = Text(told, "green" if is_well else "yellow")
         table.add_row(Text(node["name"]), Text(node["role"]), session, *map(str, numbers))
     return table
+
+
+def _health(node: Mapping[str, Any]) -> tuple[str, bool]:
+    """How it is, in a word or some, and whether it is well."""
+    if node["left_out"]:  # it is never dialed
+        return "left out (tokenizer)", False
+    told = [node["session"]] + [word for word in ("draining",) if node[word]]
+    told += [] if node["circuit"] == "closed" else [f"circuit {node['circuit']}"]
+    return ", ".join(told), told == ["up"]
 
 
 def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:

@@ -132,6 +132,7 @@ function rank(node) {
 
 /** How a node is, in a word or two. */
 export function health(node) {
+  if (node.left_out) return { text: "left out (tokenizer)", tone: "bad" }; // it is never dialed
   if (node.session !== "up") return { text: node.session, tone: node.session === "dialing" ? "warn" : "bad" };
   if (node.draining) return { text: "draining", tone: "warn" };
   if (node.circuit !== "closed") return { text: `circuit ${node.circuit}`, tone: "warn" };

@@ -27,8 +27,8 @@ Asked = tuple[int, object]  # status, and what becomes JSON; bytes stay what the
 def node(name: str = "decode-0", incarnation: str = "1", **more: Any) -> dict[str, Any]:
     """One of the state's."""
     blocks = {"free": 5, "cached": 0, "used": 1, "leased": 0, "quarantined": 0}
-    usual = {"role": "decode", "session": "up", "circuit": "closed", "draining": False, "num_blocks": 6, "tp": 1}
-    load = {"running": 0, "waiting": 0, "prefilling": 0, "blocks": blocks}
+    usual = {"role": "decode", "session": "up", "circuit": "closed", "num_blocks": 6, "tp": 1}
+    load = {"draining": False, "left_out": False, "running": 0, "waiting": 0, "prefilling": 0, "blocks": blocks}
     return {"name": name, "incarnation": incarnation} | usual | load | more
 
 

@@ -328,6 +328,10 @@ def test_a_killed_node_whose_successor_does_not_come_can_be_asked_for_again(page
     ]
 
 
+def test_a_node_that_is_never_dialed_does_not_seem_to_be(page: Browser) -> None:
+    assert page.run(NODES, [(0, [node(session="dialing", left_out=True)], "")]) == [["left out (tokenizer), waits"]]
+
+
 def test_a_button_that_is_pressed_twice_kills_once_and_why_a_node_was_not_killed_is_seen(
     page: Browser, router: ScriptedRouter
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from deploy.router_pages import Pages
-from deploy.status import rendered
+from deploy.status import fit, rendered
 
 BLOCKS = {"free": 200, "cached": 30, "used": 20, "leased": 4, "quarantined": 2}
 NODE = {
@@ -26,6 +26,7 @@ NODE = {
     "session": "up",
     "circuit": "closed",
     "draining": False,
+    "left_out": False,
     "num_blocks": 256,
 }
 LOAD = {"tp": 1, "running": 1, "waiting": 0, "prefilling": 0, "blocks": BLOCKS}
@@ -55,6 +56,44 @@ def test_nothing_is_cut_short_where_fewer_columns_would_fit_and_no_more_are_left
     assert "…" not in captured.get()
     widest = max(len(line.rstrip()) for line in captured.get().splitlines()[-4:])
     assert width - len("quarantined") - 2 <= widest <= width
+
+
+def shown(state: dict[str, object], num_requests: int, height: int | None) -> list[str]:
+    """Its lines."""
+    console = Console(width=110, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(rendered("http://127.0.0.1:8000", state, [TOLD | COUNTS] * num_requests, 110, height))
+    return captured.get().splitlines()
+
+
+def test_what_does_not_fit_a_terminal_is_neither_who_is_not_well_nor_all_requests() -> None:
+    ill: dict[int, dict[str, object]] = {29: {"session": "lost"}, 30: {"draining": True}, 31: {"circuit": "open"}}
+    nodes = [NODE | LOAD | {"name": f"decode-{index}"} | ill.get(index, {}) for index in range(40)]
+    state = STATE | {"nodes": nodes, "degraded": ["word " * 40]}  # more than one line
+    assert len(shown(state, 10, None)) == 3 + 41 + 11
+    lines = shown(state, 10, 24)
+    assert len(lines) == 24
+    assert [line.split()[0] for line in lines[4:7]] == ["decode-29", "decode-30", "decode-31"]
+    assert sum(line.startswith(TOLD["id"]) for line in lines) == 6  # type: ignore[arg-type]
+    assert lines[4:].count(lines[16]) == 1 and lines[16] == "… and 28 more nodes"
+    assert len([line for line in lines if line.startswith("decode-")]) == 12
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_requests", [0, 1, 5, 20])
+def test_the_lines_of_a_terminal_are_all_used_and_no_more(num_nodes: int, num_requests: int) -> None:
+    for num_lines in range(5, 50):
+        nodes, requests = fit(num_lines, num_nodes, num_requests)
+        used = 1 + nodes + (nodes < num_nodes) + (num_requests > 0) + requests
+        everything = 1 + num_nodes + (num_requests > 0) + num_requests
+        assert used == min(num_lines, everything)
+        assert (requests > 0) == (num_requests > 0) and nodes <= num_nodes and requests <= num_requests
+
+
+def test_a_node_that_is_never_dialed_does_not_seem_to_be() -> None:
+    state = STATE | {"nodes": [NODE | LOAD | {"session": "dialing", "left_out": True}]}
+    (line,) = [line for line in shown(state, 0, None) if line.startswith("decode-0")]
+    assert "left out (tokenizer)" in line and "dialing" not in line
 
 
 @pytest.mark.parametrize("name", ["gpu[a100]-0", "decode[/0]", ":smile:"])
