@@ -14,6 +14,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,6 +34,11 @@ from router.wrong_values import SHOWN_LENGTH, shown, wrong_of
 from runtime.logs import printable
 
 MAX_SEED: Final = 2**63 - 1
+# Of what a Responses answer repeats, a stream three times, though nobody computes with it: OpenAI's bounds of metadata. Megabytes
+# of it, written at once, hold up everybody's streams.
+MAX_METADATA: Final = 16
+MAX_METADATA_NAME: Final = 64
+MAX_METADATA_TEXT: Final = 512
 MAX_REQUEST_ID_LENGTH: Final = 256
 REQUEST_ID_PATTERN: Final = r"^[\x21-\x7e]+$"  # it is echoed in a header
 REQUEST_ID_RULE: Final = f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters"
@@ -64,22 +70,26 @@ UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": ({},),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "priority": (0,),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
-    "verbosity": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
@@ -124,6 +134,19 @@ def check_few(values: object, most: int) -> object:
             "too_long", {"field_type": "Dictionary", "max_length": most, "actual_length": len(values)}
         )
     return values
+
+
+def _check_short(text: str) -> str:
+    """In place of pydantic's `max_length`, which cannot count what has half a surrogate pair."""
+    if len(text) > MAX_METADATA_TEXT:
+        raise PydanticKnownError("string_too_long", {"max_length": MAX_METADATA_TEXT})
+    return text
+
+
+def _check_names(metadata: dict[str, str]) -> dict[str, str]:
+    if (longest := max(map(len, metadata), default=0)) > MAX_METADATA_NAME:
+        raise bad_request("metadata", f"a name may have {MAX_METADATA_NAME} characters, not {longest}")
+    return metadata
 
 
 class CheckedBody(BaseModel):
@@ -176,11 +199,20 @@ StopStrings = Annotated[
         }
     ),
 ]
+# A negative one is the same as itself and 2^63: answers name it so, and nodes draw by it.
+Seed = Annotated[int, Field(strict=True, ge=-MAX_SEED - 1, le=MAX_SEED), AfterValidator(lambda seed: seed & MAX_SEED)]
 Structured = dict[str, Any] | None
 LogitBias = Annotated[
     dict[str, Annotated[Number, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIASES),
     BeforeValidator(partial(check_few, most=MAX_LOGIT_BIASES)),
+]
+ShortText = Annotated[StrictStr, AfterValidator(_check_short)]
+Metadata = Annotated[
+    dict[str, ShortText],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(partial(check_few, most=MAX_METADATA)),
+    AfterValidator(_check_names),
 ]
 PromptForm = str | list[str] | list[int] | list[list[int]]
 
@@ -189,7 +221,7 @@ class SamplingDefaults(CheckedBody):
     """What a model's generation_config.json may say in place of a client that does not."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
@@ -205,7 +237,7 @@ class GenerationBody(SamplingDefaults):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)  # of a literal pydantic makes a deep copy for each body
-    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stop: StopStrings = Field(default_factory=list)
     stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     ignore_eos: Flag = False
@@ -217,6 +249,7 @@ class GenerationBody(SamplingDefaults):
     generated_token_ids: Annotated[list[StrictInt], Field(fail_fast=True)] = Field(default_factory=list)
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: StrictStr | None = None  # whom it is for, as in what OpenAI has made of it since: no answer hangs on it
+    metadata: Metadata = Field(default_factory=dict)
     prompt_cache_key: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     request_id: (

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -22,30 +20,25 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticKnownError
 
 from router.chat_types import MAX_TOOLS, ChatBody, Function, check_choice, check_tools
 from router.openai_types import (
     MAX_REQUEST_ID_LENGTH,
-    MAX_SEED,
     REQUEST_ID_PATTERN,
     ApiError,
     Flag,
+    Metadata,
     Nested,
     Number,
     SamplingDefaults,
+    Seed,
+    ShortText,
     bad_request,
-    check_few,
     validated,
 )
 from router.structured import MAX_TEXT_BYTES
-from router.wrong_values import NO_CHARACTER
+from router.wrong_values import NO_CHARACTER, shown
 
-# Of what answers repeat, a stream's three times, though nobody computes with it: OpenAI's bounds of metadata. Megabytes of it,
-# written at once, hold up everybody's streams.
-MAX_METADATA: Final = 16
-MAX_METADATA_NAME: Final = 64
-MAX_METADATA_TEXT: Final = 512
 _EMPTY_IN_PARTS: Final = ("annotations", "logprobs")  # lists that say nothing if there is nothing in them
 
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -59,7 +52,7 @@ UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning": ({},),
+    "reasoning": ({}, {"effort": "none"}),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
@@ -73,13 +66,6 @@ _NAMES: Final[Mapping[str, str]] = {  # what a chat calls otherwise
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
 }
-
-
-def _check_short(text: str) -> str:
-    """In place of pydantic's `max_length`, which cannot count what has half a surrogate pair."""
-    if len(text) > MAX_METADATA_TEXT:
-        raise PydanticKnownError("string_too_long", {"max_length": MAX_METADATA_TEXT})
-    return text
 
 
 class InputPart(Nested):
@@ -96,7 +82,6 @@ class InputPart(Nested):
         return {name: value for name, value in values.items() if not (name in _EMPTY_IN_PARTS and value == [])}
 
 
-ShortText = Annotated[StrictStr, AfterValidator(_check_short)]
 Text = StrictStr | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
@@ -113,6 +98,7 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
+    phase: Literal["commentary", "final_answer"] | None = None  # OpenAI's own models are told of it; templates are not
 
 
 class CallItem(_Item):
@@ -172,6 +158,14 @@ class TextOptions(Nested):
     """What is said of the text."""
 
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})  # see response_format
+    verbosity: StrictStr = "medium"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.verbosity != "medium":
+            message = f"not supported by this version (got {shown(self.verbosity)})"
+            raise bad_request("text.verbosity", message, "unsupported_parameter")
+        return self
 
 
 class ResponsesBody(SamplingDefaults):
@@ -190,10 +184,8 @@ class ResponsesBody(SamplingDefaults):
         "auto"
     )
     parallel_tool_calls: Flag = True
-    metadata: Annotated[
-        dict[str, ShortText], Field(max_length=MAX_METADATA), BeforeValidator(partial(check_few, most=MAX_METADATA))
-    ] = Field(default_factory=dict)
-    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
+    metadata: Metadata = Field(default_factory=dict)
+    seed: Seed | None = None
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: ShortText | None = None
     prompt_cache_key: ShortText | None = None
@@ -204,8 +196,6 @@ class ResponsesBody(SamplingDefaults):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (longest := max(map(len, self.metadata), default=0)) > MAX_METADATA_NAME:
-            raise bad_request("metadata", f"a name may have {MAX_METADATA_NAME} characters, not {longest}")
         notes = self.text.format.get("description")  # so few as its schema may be
         if isinstance(notes, str) and len(notes) > MAX_TEXT_BYTES:
             raise bad_request("text.format.description", f"may have {MAX_TEXT_BYTES} characters, not {len(notes)}")

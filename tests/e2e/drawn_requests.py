@@ -50,7 +50,7 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
     """A request of either endpoint; each parameter of the API is there in some of them."""
     body: dict[str, Any] = {
         "model": MODEL,
-        "seed": rng.getrandbits(63),
+        "seed": rng.getrandbits(64) - 2**63,
         "max_tokens": rng.randint(1, MAX_TOKENS),
         "n": rng.choice([1, 1, 2, 3]),
         "temperature": rng.choice([0, _exact(rng, 0, 2)]),
@@ -101,7 +101,7 @@ def expected_choices(body: dict[str, Any]) -> list[Expected]:
     wants_logprobs = body["logprobs"] is not None and body["logprobs"] is not False
     choices = []
     for (prompt_ids, text), choice in [(prompt, choice) for prompt in prompts for choice in range(body["n"])]:
-        seed = branch_seed(body["seed"], choice)
+        seed = branch_seed(body["seed"] + (2**63 if body["seed"] < 0 else 0), choice)
         sampling = SamplingParams(
             temperature=body["temperature"],
             seed=seed,

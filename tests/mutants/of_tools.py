@@ -161,7 +161,7 @@ MUTANTS: Final = (
     Mutant(
         "whatever-is-repeated-is-taken",
         "A response repeats megabytes of metadata thrice, and everybody's streams wait while they are written.",
-        "router/responses_types.py",
+        "router/openai_types.py",
         "if len(text) > MAX_METADATA_TEXT:",
         "if len(text) > MAX_METADATA_TEXT << 20:",
         _RESPONSES,

@@ -298,7 +298,13 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
             '"not" is not supported',
         ),
         ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "cannot be combined with tools"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "unknown parameter"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", 'not supported by this version (got "low")'),
+        (
+            {"input": [message | {"phase": "last"}]},
+            "input.0.phase",
+            "must be 'commentary' or 'final_answer', not \"last\"",
+        ),
+        ({"seed": -(2**63) - 1}, "seed", "greater than or equal to -9223372036854775808"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name", "is the name of another one"),
         ({"tools": [TOOLS[0] | {"name": "a b"}]}, "tools.0.name", "letters, digits"),
@@ -330,13 +336,17 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
         harmless = nothing | {
             "include": [],
             "reasoning": {"effort": None, "summary": None},
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
             "tools": [],
             "prompt_cache_retention": "in_memory",
         }
         repeated = {"metadata": {"a": "b"}, "user": "me", "prompt_cache_key": "mine", "safety_identifier": "me"}
         answer = await router.client.post(PATH, json={"model": MODEL_NAME, "input": "hi"} | harmless | repeated)
         assert answer.status_code == 200 and answer.json() | repeated == answer.json()
+        said = [message, {"role": "assistant", "content": "Well.", "phase": "commentary"}, message]
+        asked = {"model": MODEL_NAME, "input": said, "reasoning": {"effort": "none"}, "seed": -1}
+        again = await router.client.post(PATH, json=asked)
+        assert (again.status_code, again.json()["seed"]) == (200, 2**63 - 1), again.text
         assert (await router.client.get(f"{PATH}/{answer.json()['id']}")).status_code == 404
 
     play(model, scenario)
