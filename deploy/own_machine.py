@@ -88,16 +88,15 @@ def _shared_memory() -> Finding:
 
 
 def _open_files() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < LEAST_FILES:
-        return Finding(
-            WRONG,
-            "open files",
-            f"{soft} at most, less than the {LEAST_FILES} that a node needs: ulimit -n {GOOD_FILES}",
-        )
-    if soft < GOOD_FILES:
-        return Finding(WARNING, "open files", f"{soft} at most, so few clients of a router: ulimit -n {GOOD_FILES}")
-    return Finding(OK, "open files", f"{soft} at most")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which nodes and routers raise their own
+    if most == resource.RLIM_INFINITY:
+        return Finding(OK, "open files", "as many as there can be")
+    hint = f"raise the hard limit (ulimit -Hn) to {GOOD_FILES}"
+    if most < LEAST_FILES:
+        return Finding(WRONG, "open files", f"{most} at most, less than the {LEAST_FILES} that a node needs: {hint}")
+    if most < GOOD_FILES:
+        return Finding(WARNING, "open files", f"{most} at most, so few clients of a router: {hint}")
+    return Finding(OK, "open files", f"{most} at most")
 
 
 def _port(port: int) -> Finding:

@@ -175,7 +175,7 @@ def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
 
 def _health(node: Mapping[str, Any]) -> tuple[str, bool]:
     """How it is, in a word or some, and whether it is well."""
-    if node["left_out"]:  # it is never dialed
+    if node.get("left_out"):  # it is never dialed
         return "left out (tokenizer)", False
     told = [node["session"]] + [word for word in ("draining",) if node[word]]
     told += [] if node["circuit"] == "closed" else [f"circuit {node['circuit']}"]
