@@ -175,7 +175,8 @@ class Api:
         return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self._settings.model_name, "object": "model", "created": self._started, "owned_by": "baton"}
+        told = {"id": self._settings.model_name, "object": "model", "created": self._started, "owned_by": "baton"}
+        return told | {"max_model_len": self._shell.max_total_tokens}  # vLLM's and SGLang's; null: no node has said
 
     async def health(self) -> Response:
         """The process is alive."""

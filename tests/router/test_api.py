@@ -312,6 +312,7 @@ def test_the_operators_endpoints_answer(model: Path) -> None:
         assert (await router.client.get("/ready")).json() == {"ready": True, "missing": [], "degraded": []}
         (listed,) = (await router.client.get("/v1/models")).json()["data"]
         assert (await router.client.get(f"/v1/models/{MODEL_NAME}")).json() == listed and listed["id"] == MODEL_NAME
+        assert listed["max_model_len"] == MAX_MODEL_LEN
         for other in ("other", "or/other", ""):
             unknown = await router.client.get(f"/v1/models/{other}")
             assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
