@@ -18,7 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from router.foreign_pages import is_json, is_of
 from router.openai_types import ApiError
+from router.wrong_values import SHOWN_LENGTH
 from runtime.http_protocol import DIRECT, DirectWay
+from runtime.logs import printable
 
 SMALL: Final = 64 << 10  # bytes of each body that are not counted among all that are on their way
 _MOST_LARGE: Final = 32  # bodies of the largest size that are on their way at once
@@ -68,6 +70,7 @@ class Bodies:
         `patience`: what is done with it ends with that, or with ClientDisconnect.
         """
         _check_sender(request.headers)
+        _check_encoding(request.headers)
         too_large = ApiError(413, f"The body is larger than {self._max_bytes} bytes.", code="body_too_large")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
@@ -106,3 +109,12 @@ def _check_sender(headers: Mapping[str, str]) -> None:
             "What a page of another site sends must be application/json, so that its browser asks before it sends it."
         )
         raise ApiError(415, told, code="foreign_page")
+
+
+def _check_encoding(headers: Mapping[str, str]) -> None:
+    """Nothing is unpacked here: a few bytes can be gigabytes then."""
+    encodings = [each.strip() for each in headers.get("content-encoding", "").split(",")]
+    unknown = [each for each in encodings if each.lower() not in ("", "identity")]
+    if unknown:
+        told = f"Content-Encoding: {printable(unknown[0][:SHOWN_LENGTH])} is not taken; send the body plain."
+        raise ApiError(415, told, code="content_encoding")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from pathlib import Path
@@ -126,3 +127,26 @@ async def _pages_of_other_sites(tmp_path: Path, path: str) -> None:
         assert await status("application/x-www-form-urlencoded") != 415, "curl -d says no more"
         asked = await router.client.options(path, headers={"origin": "http://evil.example"})
         assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_packed_body_is_refused_by_the_name_of_its_packing_and_a_plain_one_may_say_that_it_is_plain(
+    tmp_path: Path, path: str
+) -> None:
+    async def run() -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+        content = json.dumps({"model": MODEL_NAME} | ({"input": "x"} if path == "/v1/responses" else asked)).encode()
+        async with live_router(write_model_text(tmp_path / "model")) as router:
+            for encoding in ("gzip", "identity, br", "x" * 1000, "GZIP"):
+                packed = gzip.compress(content)
+                answer = await router.client.post(path, content=packed, headers={"Content-Encoding": encoding})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (415, "content_encoding"), error
+                name = encoding.removeprefix("identity, ")[:60]
+                assert error["message"] == f"Content-Encoding: {name} is not taken; send the body plain."
+            for plain in ("identity", "Identity", ""):
+                answer = await router.client.post(path, content=content, headers={"Content-Encoding": plain})
+                assert answer.status_code == 200, answer.text
+
+    asyncio.run(run())
