@@ -2,7 +2,7 @@
 
 `log_event(logger, logging.INFO, "request_ended", request=request_id, tokens=12)` prints
 
-    12:00:00.123 INFO router request_ended request=… tokens=12
+    2026-11-21T12:00:00.123Z INFO router request_ended request=… tokens=12
     {"time": "2026-11-21T12:00:00.123Z", "level": "INFO", "process": "router", "event": "request_ended", "request": "…", …}
 
 Rooms that may not import this one log `_LOG.info("event=link_closed link=%s reason=%s", …)`, of which comes the same line: its
@@ -37,6 +37,11 @@ class _Event:
         return " ".join([self.name, *(f"{key}={_spelled(value)}" for key, value in self.values.items())])
 
 
+def _instant(record: logging.LogRecord) -> str:
+    """When it was said, in UTC (ISO 8601): hosts' lines can be put into one order, and a night's told apart from the next."""
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class _JsonFormatter(logging.Formatter):
     """One object a line, ASCII, so that no value can end the line or fake another."""
 
@@ -46,8 +51,7 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON."""
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line: dict[str, Any] = {"time": at, "level": record.levelname, "process": self._process}
+        line: dict[str, Any] = {"time": _instant(record), "level": record.levelname, "process": self._process}
         for name, value in _fields(record).items():
             line.setdefault(name, value if isinstance(value, int | float | bool | None) else str(value))
         if record.exc_info:
@@ -59,7 +63,11 @@ class _TextFormatter(logging.Formatter):
     """`key=value`."""
 
     def __init__(self, process: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)s {process} %(message)s", datefmt="%H:%M:%S")
+        super().__init__(f"%(asctime)s %(levelname)s {process} %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """As in JSON."""
+        return _instant(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """As logging does it, once the record is the line of an event, if it is one."""

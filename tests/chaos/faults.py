@@ -24,8 +24,7 @@ from tests.chaos.schedule import REGISTRY, ChangeRole, Cut, Fault, Kill, Replace
 from tests.registry.redis_server import RedisServer
 
 DRAIN_BOUND_S: Final = 60.0
-_LINE: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router (session_\w+) node=(\S+) (.*)$", re.MULTILINE)
-_DAY_S: Final = 86_400.0
+_LINE: Final = re.compile(r"^(\S+Z) \w+ router (session_\w+) node=(\S+) (.*)$", re.MULTILINE)
 
 
 class Injector:
@@ -153,9 +152,8 @@ def found(fleet: Fleet, node: str, since: float, event: str, router: str | None 
     said: list[Found] = []
 
     def is_found() -> bool:
-        for clock, what, of, why in _LINE.findall(fleet.log_text(router)):
-            after_s = _seconds(clock) - _seconds(datetime.fromtimestamp(since).strftime("%H:%M:%S.%f"))
-            after_s += _DAY_S if after_s < -_DAY_S / 2 else 0
+        for said_at, what, of, why in _LINE.findall(fleet.log_text(router)):
+            after_s = datetime.fromisoformat(said_at).timestamp() - since
             if what == event and of == node and after_s > -0.001:
                 said.append(Found(after_s, why))
         return bool(said)
@@ -167,9 +165,3 @@ def found(fleet: Fleet, node: str, since: float, event: str, router: str | None 
 def now() -> float:
     """An instant for `found`."""
     return time.time()
-
-
-def _seconds(clock: str) -> float:
-    """Of the day."""
-    hours, minutes, seconds = clock.split(":")
-    return int(hours) * 3600 + int(minutes) * 60 + float(seconds)

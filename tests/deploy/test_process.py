@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -296,8 +297,12 @@ def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
         "log.info('event=transport_stuck')\n"
         "log.info('plain words = %s', 'nothing')\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    zone = os.environ | {"TZ": "Asia/Kolkata"}
+    result = subprocess.run([sys.executable, "-c", code], env=zone, capture_output=True, text=True, check=True)
     line, with_form, bare, plain = result.stderr.splitlines()
+    said_at = line.split()[0]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said_at), "in UTC, wherever it is said"
+    assert abs(datetime.fromisoformat(said_at).timestamp() - time.time()) < 60
     assert line.endswith(r' INFO router request_ended request="a b" quote="\"" s=0.25 tokens=3 none=None')
     assert with_form.endswith(
         r' INFO router link_closed link="p event=x" reason="a\n12:00 INFO forged" s=1.26 kind=shm'
