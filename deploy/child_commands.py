@@ -75,7 +75,9 @@ def router_command(config: UpConfig, index: int) -> list[str]:
     command = ["router", "--model", str(config.model_dir), "--host", config.host, "--port", str(port)]
     if config.model_name is not None or "served_model_name" in config.given:
         command += ["--served-model-name", config.model_name or "none"]
-    return [*command, *_said(config, TO_ROUTERS), "--registry-port", "0", *_shared_file(config)]
+    # On loopback, as all nodes are: whoever can reach a registry becomes a node, and is sent prompts.
+    command += ["--registry-host", "127.0.0.1" if config.registry == EMBEDDED else "none", "--registry-port", "0"]
+    return [*command, *_said(config, TO_ROUTERS), *_shared_file(config)]
 
 
 def node_command(config: UpConfig, role: str, name: str, registry: str) -> list[str]:

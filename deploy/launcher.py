@@ -36,7 +36,7 @@ from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
 from runtime.authority import believing
 from runtime.config import load
-from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, run_async, write_atomically
+from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, run_async, write_atomically
 
 READY_POLL_S: Final = 0.05
 SAY_EVERY_S: Final = 10.0  # what a start still waits for; one that goes well is over by then
@@ -340,8 +340,8 @@ class _Launcher:
         nodes = " + ".join(f"{number} {role}" for role, number in config.nodes.items())
         say(f"baton up: ready in {took_s:.1f} s, {nodes}, logs in {config.run_dir}")
         say(f"baton up: dashboard {urls[0]}/")
-        if not is_loopback(config.host) and config.api_keys is None:
-            say(f"baton up: warning: {config.host} can be reached from other machines, and nobody is asked for a key")
+        for sentence in config.what_is_open():
+            say(f"baton up: warning: {sentence}")
         flags = "" if config.tls_dir is None else f" --cacert {shlex.quote(str(config.tls_dir / 'ca.crt'))}"
         flags += "" if config.api_keys is None else ' -H "Authorization: Bearer $KEY"'
         for each in (body, body | {"stream": True}):

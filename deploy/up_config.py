@@ -16,7 +16,9 @@ DEMO_NAME: Final = "baton-demo"
 
 # What a child's table must not say, by room. Of these the launcher has to know, to reach its children and to tell the user how to;
 # or it gives them to each, whatever a table says.
-_CHOSEN: Final = ("advertise", "http_port", "grpc_port", "kv_port", "node_id", "router", "registry_port")
+_CHOSEN: Final = (
+    "advertise", "http_port", "grpc_port", "kv_port", "node_id", "router", "registry_host", "registry_port",
+)  # fmt: skip
 _KNOWN: Final = ("model", "registry", "registry_namespace", "tls_dir", "api_keys", "threads")
 
 
@@ -158,6 +160,21 @@ class UpConfig:
         if self.kill_button == "auto":
             return is_loopback(self.host) and self.api_keys is None
         return self.kill_button == "on"
+
+    def what_is_open(self) -> list[str]:
+        """What other machines can do to the routers, a sentence each."""
+        if is_loopback(self.host):
+            return []
+        sentences = []
+        if self.api_keys is None:
+            sentences.append(
+                f"{self.host} can be reached from other machines, and nobody is asked for a key (--api-keys)"
+            )
+        if self.tls_dir is None:
+            what = "prompts and answers" if self.api_keys is None else "prompts, answers and keys"
+            told = f"{what} travel unencrypted (--tls-dir)"
+            sentences.append(f"{self.host} can be reached from other machines, and {told}")
+        return sentences
 
     @property
     def may_prefill(self) -> bool:

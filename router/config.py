@@ -39,6 +39,11 @@ class RouterConfig:
         metavar="URL",
     )
     registry_port: int = knob(0, "gRPC port of the embedded registry; 0 takes a free one", low=0, high=65535)
+    registry_host: str | None = knob(
+        None,
+        "address that the embedded registry listens on: whoever reaches it can announce a node, but for --tls-dir; none: as --host",
+        metavar="ADDRESS",
+    )
     registry_namespace: str | None = knob(
         None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
     )
@@ -191,6 +196,11 @@ class RouterConfig:
         metavar="URL",
     )
 
+    @property
+    def registry_address(self) -> str:
+        """The host that the embedded registry listens on."""
+        return self.host if self.registry_host is None else self.registry_host
+
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
@@ -200,6 +210,12 @@ class RouterConfig:
             raise ValueError(
                 f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
             )
+        if self.registry != EMBEDDED and self.registry_host is not None:
+            raise ValueError(
+                f"--registry-host {self.registry_host}: nodes announce themselves in Redis, since --registry says so"
+            )
+        if self.registry_host == "":
+            raise ValueError("--registry-host: must be an address of this machine, or none: as --host")
         if self.launcher is not None and not re.fullmatch(r"[^/\s]+:\d{1,5}/[\w-]+", self.launcher):
             raise ValueError("--launcher: is not HOST:PORT/TOKEN")
         if problem := endpoint_problem(self.otlp_endpoint):

@@ -194,7 +194,7 @@ async def embed_registry(
     pb_grpc.add_RegistryServicer_to_server(registry, grpc.server)
     await grpc.server.start()
     started.push_async_callback(grpc.stop, 0)
-    return address_here(config, port)
+    return with_port(reached_here(config.registry_address), port)
 
 
 async def _read_registry(
@@ -265,9 +265,11 @@ def warn_of_what_is_missing(config: RouterConfig) -> None:
         missing["--api-keys"] = "whoever can reach it can use it"
     if config.tls_dir is None:
         missing["--tls-dir"] = "prompts, answers and keys can be read on the wire"
-        if config.registry == EMBEDDED:
+        if config.registry == EMBEDDED and config.registry_host is None:
             missing["--tls-dir"] += ", and anybody can announce a node"
     warn_if_exposed(config.host, "router", missing)
+    if config.tls_dir is None and config.registry_host is not None:
+        warn_if_exposed(config.registry_host, "registry", {"--tls-dir": "anybody can announce a node"})
 
 
 def make_shell(
@@ -337,18 +339,17 @@ def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
 
 def _bind_registry(grpc: GrpcServer, config: RouterConfig) -> int:
     """The port taken."""
-    # First without gRPC, whose own error would be a second line, and less clear.
-    listen(config, "--registry-port", config.registry_port).close()
-    address = address_of(config, config.registry_port)
+    host, port = config.registry_address, config.registry_port
+    try:  # first without gRPC, whose own error would be a second line, and less clear
+        listening_socket(host, port, BACKLOG).close()
+    except OSError as error:
+        flag = "--host" if config.registry_host is None else "--registry-host"
+        raise CannotListen(why_not_listening(error, "--registry-port", host, port, flag)) from error
+    address = with_port(host, port)
     try:
         return grpc.bind(address)
     except RuntimeError as error:
         raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
-
-
-def address_of(config: RouterConfig, port: int) -> str:
-    """host:port."""
-    return with_port(config.host, port)
 
 
 def address_here(config: RouterConfig, port: int) -> str:

@@ -278,12 +278,12 @@ def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
-def why_not_listening(error: OSError, flag: str, host: str, port: int) -> str:
+def why_not_listening(error: OSError, flag: str, host: str, port: int, host_flag: str = "--host") -> str:
     """What `listening_socket` found, as a sentence that names the flag which is to blame; `flag` is the port's."""
     if (error.errno or 0) < 0:  # getaddrinfo's, which create_server hands on as any other
-        return f"--host {host}: is no address and no name that this machine knows"
+        return f"{host_flag} {host}: is no address and no name that this machine knows"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host}: is no address of this machine"
+        return f"{host_flag} {host}: is no address of this machine"
     why = os.strerror(error.errno) if error.errno else error.strerror  # create_server's own text says the address again
     return f"{flag} {port}: cannot listen on {host}: {why}; give another one"
 

@@ -19,8 +19,8 @@ CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "baton"
 SCHEMA_FILE: Final = CHART / "values.schema.json"
 # What the chart sets itself, or must not be set there.
 OF_THE_CHART: Final = frozenset(
-    "model host advertise port http_port grpc_port kv_port registry registry_port registry_namespace router node_id tls_dir "
-    "api_keys ready_file launcher parent_pid drain_timeout_s served_model_name".split()
+    "model host advertise port http_port grpc_port kv_port registry registry_host registry_port registry_namespace router node_id "
+    "tls_dir api_keys ready_file launcher parent_pid drain_timeout_s served_model_name".split()
 )
 
 Schema = dict[str, Any]

@@ -133,6 +133,33 @@ def test_variables_of_one_process_reach_no_node_of_baton_up(tmp_path: Path, monk
     assert node.router == ()
 
 
+def test_routers_that_all_machines_reach_have_a_registry_that_none_of_them_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever announces a node is sent prompts."""
+    variables = {"BATON_REGISTRY_HOST": "0.0.0.0"}
+    router, _ = children_of(tmp_path, monkeypatch, variables, "--host", "0.0.0.0")
+    assert (router.host, router.registry_address) == ("0.0.0.0", "127.0.0.1")
+    router, _ = children_of(tmp_path, monkeypatch, variables, "--registry", "redis://127.0.0.1:1/0")
+    assert router.registry_host is None
+
+
+def test_what_other_machines_can_do_is_said_of_keys_and_of_encryption_each_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+
+    def said(host: str, *flags: str) -> str:
+        config = load(UpConfig, "baton up", "", ["--model", str(tmp_path), "--host", host, *flags])
+        return "; ".join(config.what_is_open())
+
+    keys, tls = ("--api-keys", "keys"), ("--tls-dir", "certs")
+    assert "nobody is asked for a key" in said("0.0.0.0") and "prompts and answers travel unencrypted" in said("::")
+    assert said("0.0.0.0", *keys) == (
+        "0.0.0.0 can be reached from other machines, and prompts, answers and keys travel unencrypted (--tls-dir)"
+    )
+    assert "nobody is asked" in said("::", *tls) and "unencrypted" not in said("::", *tls)
+    assert said("::", *tls, *keys) == said("127.0.0.1") == ""
+
+
 @pytest.mark.covers("H14")
 def test_baton_up_gives_each_role_its_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()

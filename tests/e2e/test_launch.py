@@ -381,6 +381,9 @@ def test_one_toml_file_reaches_every_process_and_listening_widely_warns(tiny_mod
         # Others are told of, too: a decode node that is there first, a node that this machine leaves no time.
         assert all("WARNING router " in each for each in lines), lines
         assert len([each for each in lines if "WARNING router exposed" in each]) == 1
+        sockets = psutil.Process(cluster.router_pid).net_connections()
+        hosts = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert hosts == {"0.0.0.0", "127.0.0.1"}, "of clients, and of nodes, which are here"
         (decode,) = cluster.nodes_of("decode")
         (prefill,) = cluster.nodes_of("prefill")
         assert sum(cluster.state(decode)["blocks"].values()) == 1234

@@ -35,6 +35,11 @@ def test_with_a_redis_neither_needs_an_address_of_the_other() -> None:
     ("flags", "says"),
     [
         (("--registry", URL, "--registry-port", "8001"), "--registry-port 8001"),
+        (
+            ("--registry", URL, "--registry-host", "10.0.0.5"),
+            "--registry-host 10.0.0.5: nodes announce themselves in Redis",
+        ),
+        (("--registry-host", ""), "--registry-host: must be an address of this machine, or none"),
         (("--registry-namespace", "green"), "--registry-namespace green"),
         (("--registry", "redis://:hunter2@host:x"), "--registry redis://…: must be embedded, redis://"),
     ],

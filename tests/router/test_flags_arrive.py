@@ -73,6 +73,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "host": "router/process.py",
     "port": "router/process.py",
     "registry": "router/process.py",
+    "registry_host": "router/process.py",
     "registry_port": "router/process.py",
     "registry_namespace": "router/process.py",
     "workers": "router/__main__.py",
