@@ -167,7 +167,7 @@ class Answer:
         self.choices = choices
         self.fail = fail
         self.first_token_at: float | None = None
-        self.is_dispatched = False  # a node was asked to compute the prompt
+        self.num_attempts = 0  # of its choices together, for which a node was asked to compute the prompt
         self.untold = set(range(len(choices)))  # those whose timelines lack their first or second token
         self.uncounted = set(range(len(choices)))  # those whose end no metric has
 
@@ -176,6 +176,11 @@ class Answer:
         for choice in self.choices:
             if choice.num_cached is None:
                 choice.num_cached = min(num_tokens, len(self.request.prompt_token_ids))
+
+    @property
+    def is_canary(self) -> bool:
+        """Whether no client asked for it (canary.py)."""
+        return self.request.pinned is not None
 
     @property
     def is_complete(self) -> bool:

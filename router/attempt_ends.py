@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from proto import baton_pb2 as pb
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig, none_large_enough
-from router.events import RESCHEDULED, NodeRef
+from router.events import RESCHEDULED, CircuitChanged, NodeRef
 from router.live import LiveRequests
 from router.moves import Moves
 from router.ownership import Verdict, Word, judge
@@ -102,6 +102,12 @@ class AttemptEnds:
         """Note for a node's circuit what failed there."""
         if self._breakers.failed(name, what, now):
             self._live.count("circuits_opened")
+            self._live.actions.append(CircuitChanged(name, is_open=True))
+
+    def succeed_at(self, name: str) -> None:
+        """Note that something went well there."""
+        if self._breakers.succeeded(name):
+            self._live.actions.append(CircuitChanged(name, is_open=False))
 
     def _take(self, branch: LiveBranch, error: pb.PDError, now: float) -> bool:
         """Count an error and take the tokens that it brings; False if they ended the request."""
@@ -138,7 +144,8 @@ class AttemptEnds:
         if again.held_s is not None:
             branch.held_off[blamed] = now + again.held_s
         branch.rests_until = now + again.rest_s
-        self._live.note(branch, "failed", branch.attempt, (blamed,), pb.ErrorCode.Name(error.code))
+        why = "" if again.cost is Cost.NOTHING else error.message
+        self._live.note(branch, "failed", branch.attempt, (blamed,), pb.ErrorCode.Name(error.code), why)
         self._live.cancel(branch, now)
         self._live.leave_nodes(branch, now)
         branch.phase = Waiting()
@@ -147,7 +154,7 @@ class AttemptEnds:
 
     def _give_up(self, branch: LiveBranch, why: Over, error: pb.PDError, now: float, *, may_be_scored: bool) -> None:
         may_finish = may_be_scored or not branch.awaits_prompt_logprobs
-        self._live.note(branch, "given_up", branch.attempt, (), pb.ErrorCode.Name(error.code))
+        self._live.note(branch, "given_up", branch.attempt, (), pb.ErrorCode.Name(error.code), error.message)
         if why is Over.FINAL:
             self._live.fail(branch, error.code, error.message, now)
         elif may_finish and (branch.log or self._live.has_told(branch.key.request_id)):

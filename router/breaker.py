@@ -118,10 +118,10 @@ class Breakers:
         self._put(name, after)
         return isinstance(after, Open) and not isinstance(before, Open)
 
-    def succeeded(self, name: str) -> None:
-        """Note a success."""
+    def succeeded(self, name: str) -> bool:
+        """Note a success; True if it closed the circuit."""
         self._failed.pop(name, None)
-        self._tripped.pop(name, None)
+        return self._tripped.pop(name, None) is not None
 
     def placed(self, name: str, key: BranchKey, now: float) -> None:
         """Note that an attempt is sent there."""

@@ -164,7 +164,10 @@ class RouterConfig:
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024
     )
     timelines: int = knob(
-        1000, "requests whose timelines are kept, the newest ones (GET /v1/requests); 0: none", low=0, high=1 << 20
+        1000,
+        "requests whose timelines are kept behind their ends, the newest ones (GET /v1/requests); 0: none",
+        low=0,
+        high=1 << 20,
     )
     max_prompt_tokens: int | None = knob(
         None, "tokens of one prompt; a longer one is answered 400; none: what nodes can hold", low=1, high=1 << 24

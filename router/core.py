@@ -316,7 +316,7 @@ class RouterCore:
     def _succeeded(self, branch: LiveBranch, now: float, *nodes: ev.NodeRef) -> None:
         branch.tries.succeeded(now)
         for ref in nodes:
-            self._breakers.succeeded(ref.name)
+            self._ends.succeed_at(ref.name)
 
     def _refuse_stale(self, node: ev.NodeRef, key: pb.AttemptKey, kind: str, now: float) -> None:
         """Stop what still runs of an attempt that no longer counts."""

@@ -1,38 +1,39 @@
 """What the dashboard shows each second: nodes, newest requests, and numbers to make rates of, from what the router holds. Pure.
 
 One worker tells its `part`; `whole` makes one picture of all parts. Nothing is kept for it: a counter is read when somebody looks,
-and who looks makes rates of two looks; times are of the newest requests' timelines. So nobody pays while nobody looks, and a
-look costs a bounded number of records. Not here: how parts reach each other (worker_pages.py), HTTP (dashboard.py).
+and who looks makes rates of two looks; times are of those that began to answer last, however many wait behind them.
+So nobody pays while nobody looks, and a look costs a bounded number of records. Not here: how parts reach each other
+(worker_pages.py), HTTP (dashboard.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import fmean
 from typing import Any, Final
 
 from router.timeline import Record
 from router.timeline_json import summary
+from router.timelines import Timelines
 
 LISTED: Final = 25  # requests that are shown
-SAMPLED: Final = 512  # newest requests that times are taken from, at most
 RECENT_S: Final = 60.0  # "now": what has happened since
 
 
 def part(
-    state: Mapping[str, Any], records: Iterable[Record], live_tokens: Mapping[str, int], ended_tokens: int, now: float
+    state: Mapping[str, Any], timelines: Timelines, live_tokens: Mapping[str, int], num_generated: int, now: float
 ) -> dict[str, Any]:
-    """One worker's: `state` as /state has it, `records` newest first, completion tokens of live requests and of all others."""
-    newest = list(islice(records, SAMPLED))
+    """One worker's: `state` as /state has it, completion tokens of live requests, and of all that there were."""
+    begun = timelines.begun
     return {
         "at": now,
         "state": dict(state),
-        "requests": [_listed(record, live_tokens, now) for record in newest[:LISTED]],
-        "generated_tokens": ended_tokens + sum(live_tokens.values()),
-        "first_token_s": [seconds for record in newest if (seconds := _first_token_s(record, now)) is not None],
-        "token_s": [seconds for record in newest if (seconds := _token_s(record, live_tokens, now)) is not None],
+        "requests": [_listed(record, live_tokens, now) for record in islice(timelines.newest(), LISTED)],
+        "generated_tokens": num_generated,
+        "first_token_s": [seconds for record in begun if (seconds := _first_token_s(record, now)) is not None],
+        "token_s": [seconds for record in begun if (seconds := _token_s(record, live_tokens, now)) is not None],
     }
 
 

@@ -283,6 +283,15 @@ class Noted(NamedTuple):
     attempt: int
     nodes: tuple[str, ...] = ()  # names
     code: str = ""  # how the prompt is computed, or a PD Error code's name
+    why: str = ""  # of what has gone wrong, a sentence for the log
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitChanged:
+    """What failed at a node has opened its circuit, so that it is left alone for a while; or it works again."""
+
+    node: str
+    is_open: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +303,7 @@ class Timed:
 
 Action = (
     Dial
+    | CircuitChanged
     | LeftOut
     | HangUp
     | Degraded

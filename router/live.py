@@ -226,11 +226,17 @@ class LiveRequests:
             self.actions.append(ev.ToNode(ref, message))
 
     def note(
-        self, branch: LiveBranch, what: str, attempt: int, nodes: Iterable[ev.NodeRef] = (), code: str = ""
+        self,
+        branch: LiveBranch,
+        what: str,
+        attempt: int,
+        nodes: Iterable[ev.NodeRef] = (),
+        code: str = "",
+        why: str = "",
     ) -> None:
-        """Tell the branch's timeline."""
+        """Tell the branch's timeline, and with `why` the log."""
         names = tuple(node.name for node in nodes)
-        self.actions.append(ev.Noted(*branch.key, what, attempt, names, code))
+        self.actions.append(ev.Noted(*branch.key, what, attempt, names, code, why))
 
     def count(self, name: str, label: str = "") -> None:
         """Raise a counter."""

@@ -149,7 +149,7 @@ class RouterMetrics:
     """Everything that /metrics shows."""
 
     def __init__(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """`figures` are the core's, with whether the router is `ready`."""
+        """`figures` are the core's, with whether the router is `ready`, and all `completion_tokens` until now."""
         self._registry = registry = CollectorRegistry()
         self._of_clients = CollectorRegistry()
 
@@ -170,7 +170,7 @@ class RouterMetrics:
         )
         self._ends = counters("requests", text, "outcome")
         self._choices = counters("choices", "choices that finished, by finish reason", "finish_reason")
-        text = "tokens of requests that ended, by kind: prompt (where a node was asked to compute it), completion"
+        text = "tokens, by kind: prompt (of requests that ended, where a node was asked to compute it), completion (as they come)"
         self._tokens = counters("tokens", text, "kind")
         text = (
             "requests and connections refused before any node heard of them, by why: no_key, unknown_key; requests_limit and "
@@ -196,6 +196,7 @@ class RouterMetrics:
             )
             for name, text in PARTS.items()
         }
+        self._num_generated = 0  # completion tokens that are counted
         self._gauges = _CoreGauges(figures)
         registry.register(self._gauges)
 
@@ -218,7 +219,7 @@ class RouterMetrics:
         if seconds_per_token is not None:
             self.observe("output_token", seconds_per_token)
 
-    def request_ended(self, outcome: str, seconds: float | None, prompt_tokens: int, completion_tokens: int) -> None:
+    def request_ended(self, outcome: str, seconds: float | None, prompt_tokens: int) -> None:
         """A request ended: with a finish reason, a failure's code, or "aborted"; `prompt_tokens`: that nodes were asked for.
 
         `seconds`: None where it was turned away at once, or a rush of refusals would make the router look fast.
@@ -227,7 +228,6 @@ class RouterMetrics:
         if seconds is not None:
             self.observe("request", seconds)
         self._tokens["prompt"].inc(prompt_tokens)
-        self._tokens["completion"].inc(completion_tokens)
 
     def request_parted(self, to_first: Mapping[str, float], to_second: Mapping[str, float]) -> None:
         """Where a request's time went, in seconds by part, to its first token and from there to its second."""
@@ -271,14 +271,20 @@ class RouterMetrics:
 
     def families(self) -> list[Metric]:
         """Every metric as it is now, with its help."""
-        state = self._gauges.look()
+        state = self._look()
         return [*self._registry.collect(), *node_families(state), *self._of_clients.collect()]
 
     def render(self, *, names_clients: bool = False) -> bytes:
         """The text format."""
-        state = self._gauges.look()
+        state = self._look()
         text = generate_latest(self._registry) + node_text(state).encode()
         return text + generate_latest(self._of_clients) if names_clients else text
+
+    def _look(self) -> Mapping[str, Any]:
+        state = self._gauges.look()
+        self._tokens["completion"].inc(state["completion_tokens"] - self._num_generated)
+        self._num_generated = state["completion_tokens"]
+        return state
 
 
 class _CoreGauges(Collector):

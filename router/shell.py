@@ -21,6 +21,7 @@ from router.core import RouterCore
 from router.events import (
     Aborted,
     Action,
+    CircuitChanged,
     Count,
     Degraded,
     Dial,
@@ -50,6 +51,7 @@ from router.events import (
 from router.metrics import RouterMetrics
 from router.newcomers import Newcomers
 from router.node_state import Node
+from router.request_log import log_end, log_failure
 from router.spans import RequestSpans
 from router.timeline import Record
 from router.timelines import Timelines
@@ -84,12 +86,14 @@ class RouterShell:
         self._dialer = SessionDialer(me, self, timing, credentials)
         self.is_draining = self._is_closed = False
         self._answers: dict[str, Answer] = {}  # by request id
-        self.ended_tokens = 0  # completion tokens of requests that have ended
+        self._ended_tokens = 0  # completion tokens of requests that have ended
         self._events: deque[Event] = deque()
         self._newcomers = Newcomers[asyncio.Future[None]]()
         self._is_woken = False
         self._alarm = Alarm(self._loop, self._run)
-        self.metrics = RouterMetrics(lambda: {**core.figures(), "ready": not self.missing()})
+        self.metrics = RouterMetrics(
+            lambda: {**core.figures(), "ready": not self.missing(), "completion_tokens": self.num_generated}
+        )
 
     # ---------------------------------------------------------------- the HTTP side
 
@@ -185,6 +189,11 @@ class RouterShell:
     def live_tokens(self) -> dict[str, int]:
         """Completion tokens so far, of each request that lives."""
         return {request_id: answer.num_tokens for request_id, answer in self._answers.items()}
+
+    @property
+    def num_generated(self) -> int:
+        """Completion tokens of all clients since the start; those of who lives are in it as they come."""
+        return self._ended_tokens + sum(each.num_tokens for each in self._answers.values() if not each.is_canary)
 
     def now(self) -> float:
         """The clock that timelines and durations go by: finer than the loop's, by which the core goes."""
@@ -300,13 +309,17 @@ class RouterShell:
                 case Degraded(sentences):
                     level = logging.WARNING if sentences else logging.INFO
                     log_event(_LOG, level, "degraded" if sentences else "not_degraded", without="; ".join(sentences))
+                case CircuitChanged(name, is_open):
+                    level, event = (logging.WARNING, "circuit_opened") if is_open else (logging.INFO, "circuit_closed")
+                    log_event(_LOG, level, event, node=name)
                 case HangUp(node):
                     log_event(_LOG, logging.INFO, "node_forgotten", node=node.name)
                     self._dialer.hang_up(node.name, node.incarnation)
 
     def _note(self, note: Noted) -> None:
         if note.what == "dispatched" and (answer := self._answers.get(note.request_id)) is not None:
-            answer.is_dispatched = True
+            answer.num_attempts += 1
+        log_failure(note)
         self.timelines.noted(note, self.now())
         if self._spans is not None:
             self._spans.noted(note)
@@ -319,7 +332,8 @@ class RouterShell:
             at = self.now()
             if answer.first_token_at is None:
                 answer.first_token_at = at
-                self.metrics.observe("first_token", at - answer.arrival.at)
+                if not answer.is_canary:
+                    self.metrics.observe("first_token", at - answer.arrival.at)
             if self.timelines.emitted(emitted.request_id, emitted.choice, len(emitted.token_ids), at):
                 answer.untold.discard(emitted.choice)
         num_tokens = answer.choices[emitted.choice].put(emitted.token_ids, emitted.logprobs, now)
@@ -343,7 +357,8 @@ class RouterShell:
         answer.uncounted.discard(index)
         request_id, choice = answer.request.request_id, answer.choices[index]
         reason = choice.finish_reason or ""
-        self.metrics.choice_finished(reason, choice.seconds_per_token)
+        if not answer.is_canary:
+            self.metrics.choice_finished(reason, choice.seconds_per_token)
         self.timelines.finished(request_id, index, reason, self.now())
         if self._spans is not None:
             self._spans.finished(request_id, index)
@@ -365,32 +380,18 @@ class RouterShell:
                 self._count(answer, index)
         if end is not None:
             answer.fail(end)
-        self.ended_tokens += answer.num_tokens
         seconds = (now := self.now()) - answer.arrival.at
         record = self.timelines.ended(request_id, outcome, answer.num_tokens, now)
-        if record is not None:
-            self.metrics.request_parted(*record.parts())
-        num_prompt_tokens = len(answer.request.prompt_token_ids)
-        num_to_compute = num_prompt_tokens if answer.is_dispatched else 0
-        was_let_in = not (isinstance(end, Failed) and end.is_refusal)
-        self.metrics.request_ended(outcome, seconds if was_let_in else None, num_to_compute, answer.num_tokens)
+        if not answer.is_canary:
+            self._ended_tokens += answer.num_tokens
+            if record is not None:
+                self.metrics.request_parted(*record.parts())
+            num_to_compute = len(answer.request.prompt_token_ids) if answer.num_attempts else 0
+            was_let_in = not (isinstance(end, Failed) and end.is_refusal)
+            self.metrics.request_ended(outcome, seconds if was_let_in else None, num_to_compute)
         if self._spans is not None:
             self._spans.ended(request_id, outcome, answer.num_tokens, None if end is None else outcome)
-        client_id, error = answer.arrival.client_request_id, end.message if isinstance(end, Failed) else None
-        log_event(
-            _LOG,
-            logging.INFO,
-            "request_ended",
-            request=request_id,
-            outcome=outcome,
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=answer.num_tokens,
-            seconds=round(seconds, 4),
-            **({} if len(answer.choices) == 1 else {"choices": len(answer.choices)}),
-            **({} if client_id is None else {"client_request": client_id}),
-            **({} if answer.arrival.client is None else {"client": answer.arrival.client}),
-            **({} if error is None else {"error": error}),
-        )
+        log_end(answer, outcome, seconds, end.message if isinstance(end, Failed) else None)
 
 
 def _shutting_down(request_id: str) -> Failed:

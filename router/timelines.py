@@ -1,31 +1,36 @@
 """The newest requests' timelines, bounded, and what the core says to them. Pure.
 
-A request's record is here from its beginning, while it lives and afterwards, until newer ones need its place. What is said of a
-request that is not here any more is dropped: a timeline is for looking at, nothing depends on it. No token, no text, no key is
-ever in one.
+A request's record is here from its beginning and while it lives, which bounds their number elsewhere, and afterwards until others
+that have ended need its place. What is said of a request that is not here is dropped: a timeline is for looking at, nothing depends
+on it. No token, no text, no key is ever in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from proto import baton_pb2 as pb
 from router.events import Noted
 from router.timeline import Attempt, Record, Track
 
-_WEIGHT_PER_REQUEST = 4  # choices and happenings that a request has room for, on average
+BEGUN: Final = 512  # requests that began to answer last: times of "now" are theirs
+_WEIGHT_PER_REQUEST: Final = 4  # choices and happenings that a request has room for, on average
 
 
 class Timelines:
     """Records by request id, oldest first."""
 
     def __init__(self, max_requests: int) -> None:
-        """`max_requests`: that are kept, fewer where they have many choices; 0: none."""
+        """`max_requests`: that are kept behind their ends, fewer where they have many choices; 0: none, nor while they live."""
         self._bound = max_requests * _WEIGHT_PER_REQUEST
         self._max_requests = max_requests
         self._records: dict[str, Record] = {}
+        self._ended: dict[str, Record] = {}  # those of them that have, in this order
+        self._begun: deque[Record] = deque(maxlen=BEGUN)
         self._by_client: dict[str, str] = {}  # the client's own name -> the newest request of that name
-        self._weight = 0
+        self._weight = 0  # of those that have ended
 
     def __len__(self) -> int:
         return len(self._records)
@@ -33,6 +38,11 @@ class Timelines:
     def newest(self) -> Iterator[Record]:
         """All that are kept, the newest first."""
         return reversed(self._records.values())
+
+    @property
+    def begun(self) -> Sequence[Record]:
+        """Those that had their first token last, in this order, kept or not; no more than BEGUN."""
+        return self._begun
 
     def find(self, name: str) -> Record | None:
         """By the router's id, as it is or as clients see it (`cmpl-…`), or else the newest of that name by clients' own."""
@@ -44,14 +54,11 @@ class Timelines:
         if record.weight > self._bound:
             return
         self._records[record.request_id] = record
-        self._weight += record.weight
         if record.client_id is not None:
             self._by_client[record.client_id] = record.request_id
-        while len(self._records) > self._max_requests or self._weight > self._bound:
-            self._forget(next(iter(self._records.values())))
 
     def _forget(self, record: Record) -> None:
-        del self._records[record.request_id]
+        del self._records[record.request_id], self._ended[record.request_id]
         self._weight -= record.weight
         if record.client_id is not None and self._by_client.get(record.client_id) == record.request_id:
             del self._by_client[record.client_id]
@@ -89,6 +96,8 @@ class Timelines:
             return True
         record, track = found
         is_first = not track.num_tokens
+        if is_first and not any(each.num_tokens for each in record.tracks):
+            self._begun.append(record)
         is_over = track.emitted(num_tokens, now)
         if is_first:
             record.note("first_token", now, choice, -1 if track.current is None else track.current.number)
@@ -115,6 +124,10 @@ class Timelines:
                     track.finish(outcome, now)
             record.note("ended", now, code=outcome)
             record.outcome, record.ended_at, record.num_completion_tokens = outcome, now, num_tokens
+            self._ended[request_id] = record
+            self._weight += record.weight
+            while len(self._ended) > self._max_requests or self._weight > self._bound:
+                self._forget(next(iter(self._ended.values())))
         return record
 
     def _find(self, request_id: str, choice: int) -> tuple[Record, Track] | None:

@@ -45,7 +45,7 @@ def own_page(shell: RouterShell, page: str) -> str:
         return "" if found is None else json.dumps(found)
     if page == DASHBOARD:
         live, now = shell.live_tokens(), shell.now()
-        return json.dumps(part(sight.state(), shell.timelines.newest(), live, shell.ended_tokens, now))
+        return json.dumps(part(sight.state(), shell.timelines, live, shell.num_generated, now))
     raise ValueError(page)
 
 

@@ -103,9 +103,9 @@ MUTANTS: Final = (
     Mutant(
         "all-timelines-are-read",
         "A look at the dashboard reads every timeline that is kept.",
-        "router/dashboard_state.py",
-        "newest = list(islice(records, SAMPLED))",
-        "newest = list(records)",
+        "router/timelines.py",
+        "deque(maxlen=BEGUN)",
+        "deque()",
         _STATE,
     ),
     Mutant(

@@ -286,8 +286,8 @@ MUTANTS: Final = (
         "circuit-never-closes",
         "A node that failed is not taken back by its success.",
         "router/breaker.py",
-        "        self._tripped.pop(name, None)\n",
-        "        pass\n",
+        "return self._tripped.pop(name, None) is not None",
+        "return self._tripped.get(name) is not None",
         _BREAKER,
     ),
     Mutant(

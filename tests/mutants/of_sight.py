@@ -136,8 +136,8 @@ MUTANTS: Final = (
         "prompts-that-nobody-computes",
         "The prompts of requests that were turned away count as prompts to compute.",
         "router/shell.py",
-        "num_to_compute = num_prompt_tokens if answer.is_dispatched else 0",
-        "num_to_compute = num_prompt_tokens",
+        "num_to_compute = len(answer.request.prompt_token_ids) if answer.num_attempts else 0",
+        "num_to_compute = len(answer.request.prompt_token_ids)",
         _METRICS,
     ),
     Mutant(

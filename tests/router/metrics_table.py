@@ -29,6 +29,7 @@ def used_metrics() -> list[Metric]:
             "circuits": circuits,
             "degraded": [],
             "ready": True,
+            "completion_tokens": 1,
             "caches": {},
         }
 
@@ -39,7 +40,7 @@ def used_metrics() -> list[Metric]:
         metrics.observe(name, 1.0)
     metrics.request_parted({"prefill": 1.0}, {"admit": 1.0})
     metrics.choice_finished("stop", None)
-    metrics.request_ended("stop", 1.0, 1, 1)
+    metrics.request_ended("stop", 1.0, 1)
     metrics.turned_away("no_key")
     metrics.client_asked("x")
     metrics.client_used("x", "prompt", 1)

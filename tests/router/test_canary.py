@@ -18,6 +18,7 @@ from tests.router.core_world import node_entry, ref
 from tests.router.live_router import LiveRouter
 from tests.router.scripted_nodes import Script, ScriptedAttempt
 from tests.router.test_api import play
+from tests.router.test_metrics import measured
 from tests.router.tiny_model import write_model_text
 
 TOKENS = (70, 71, 72, 73)
@@ -61,6 +62,21 @@ def computing(told: tuple[int, ...] = TOKENS) -> Script:
 async def deep(router: LiveRouter) -> tuple[int, dict[str, Any]]:
     answer = await router.client.get("/ready?deep=1")
     return answer.status_code, answer.json()
+
+
+@pytest.mark.covers("O01")
+def test_canaries_are_no_clients_requests(model: Path) -> None:
+    """Nor are their times: a look at many pairs would make a quiet router's medians its own."""
+
+    async def scenario(router: LiveRouter) -> None:
+        before = await measured(router)
+        status, _ = await deep(router)
+        after = await measured(router)
+        assert status == 200 and after["dispatches_total handoff"] > before["dispatches_total handoff"]
+        of_clients = ("requests_total", "choices_total", "tokens_total", "request_seconds_count", "time_to_first_token")
+        assert {name for name in after if name.startswith(of_clients) and after[name] != before.get(name, 0.0)} == set()
+
+    play(model, scenario, computing())
 
 
 @pytest.mark.covers("O06")

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dashboard_state import LISTED, RECENT_S, SAMPLED, part, spread, whole
+from router.dashboard_state import LISTED, RECENT_S, part, spread, whole
 from router.timeline import Record
+from router.timelines import BEGUN, Timelines
 
 NOW = 1000.0
 seconds = st.floats(0.001, 50, allow_nan=False)
+
+
+def timelines_of(records: Iterable[Record]) -> Timelines:
+    """Of which those that have a token got it in this order."""
+    timelines = Timelines(10_000)
+    for each in records:
+        timelines.begin(each)
+        if each.first.num_tokens:
+            each.tracks[0].num_tokens = 0
+            timelines.emitted(each.request_id, 0, 0, NOW)
+            each.tracks[0].num_tokens = 1
+    return timelines
 
 
 def record(name: str, arrived_at: float, first_s: float | None, ended_s: float | None, tokens: int = 0) -> Record:
@@ -45,26 +60,20 @@ def test_times_are_of_what_happened_in_the_last_minute_and_of_what_lives() -> No
         record("long ago", NOW - 500, 2.0, 12.0, tokens=6),
         record("one token", NOW - 30, 3.0, 3.0, tokens=1),
     ]
-    told = part({}, records, {"live": 10}, 99, NOW)
+    told = part({}, timelines_of(records), {"live": 10}, 109, NOW)
     assert told["generated_tokens"] == 109
     assert told["first_token_s"] == pytest.approx([0.5, 1.0, 3.0])
     assert told["token_s"] == pytest.approx([4.5 / 9, 10.0 / 5])
-    assert [each["completion_tokens"] for each in told["requests"]] == [10, 0, 6, 6, 1]
+    assert [each["completion_tokens"] for each in told["requests"]] == [1, 6, 6, 0, 10]
 
 
-@given(st.integers(0, 3 * SAMPLED))
-def test_a_look_costs_a_bounded_number_of_records(number: int) -> None:
-    taken = 0
-
-    def newest() -> object:
-        nonlocal taken
-        for index in range(number):
-            taken += 1
-            yield record(str(index), NOW - RECENT_S / 2, 0.1, 1.0, tokens=3)
-
-    told = part({}, newest(), {}, 0, NOW)  # type: ignore[arg-type]
-    assert taken <= SAMPLED + 1 and len(told["requests"]) == min(number, LISTED)
-    assert len(told["first_token_s"]) == len(told["token_s"]) == min(number, SAMPLED)
+@pytest.mark.parametrize("number", [0, 1, LISTED, BEGUN - 1, BEGUN, BEGUN + 1, 3 * BEGUN])
+def test_a_look_costs_a_bounded_number_of_records_and_who_waits_hides_nobody(number: int) -> None:
+    begun = (record(str(index), NOW - RECENT_S / 2, 0.1, 1.0, tokens=3) for index in range(number))
+    waiting = (record(f"w{index}", NOW, None, None) for index in range(2 * BEGUN))
+    told = part({}, timelines_of(chain(begun, waiting)), {}, 0, NOW)
+    assert len(told["requests"]) == LISTED
+    assert len(told["first_token_s"]) == len(told["token_s"]) == min(number, BEGUN)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.lists(seconds, max_size=5)), min_size=1, max_size=4))

@@ -36,6 +36,7 @@ IDLE: Final = {
     "circuits": {},
     "degraded": [],
     "ready": False,
+    "completion_tokens": 0,
     "caches": {},
 }
 
@@ -115,6 +116,31 @@ def test_requests_choices_tokens_and_times_are_measured(model: Path) -> None:
         assert 0 < now["time_per_output_token_seconds_sum"] < now["request_seconds_sum"] < 10
         assert 0 < now["time_to_first_token_seconds_sum"] < now["request_seconds_sum"]
         assert all(math.isfinite(value) for value in now.values())
+
+    play(model, scenario, script)
+
+
+@pytest.mark.covers("O01")
+def test_tokens_of_a_long_answer_are_counted_while_it_lasts(model: Path) -> None:
+    """Else a rate of them is nothing for as long, and leaps at the end."""
+    may_end = asyncio.Event()
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        attempt.prefill_says(0, b"h")
+        attempt.decode_says(0, b"hello")
+        await may_end.wait()
+        attempt.decode_says(5, b" again", pb.FINISH_LENGTH)
+
+    async def scenario(router: LiveRouter) -> None:
+        asked = asyncio.create_task(router.post(max_tokens=50))
+        async with asyncio.timeout(60):
+            while (now := await measured(router))["tokens_total completion"] < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert now["tokens_total completion"] == 5 and now["requests_total length"] == 0
+        may_end.set()
+        assert (await asked).status_code == 200
+        now = await measured(router)
+        assert now["tokens_total completion"] == 11 and now["requests_total length"] == 1
 
     play(model, scenario, script)
 
@@ -340,7 +366,7 @@ def test_the_circuit_of_a_node_that_fails_is_shown_open_and_nobody_elses() -> No
     world = CoreWorld.with_nodes("p1", "d1", breaker_failures=1, preempt_retry_count=9)
     world.submit("a")
     world.error_from("d1", "a", pb.INTERNAL)
-    text = RouterMetrics(lambda: {**world.core.figures(), "ready": True}).render().decode()
+    text = RouterMetrics(lambda: {**IDLE, **world.core.figures()}).render().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     shown = {sample.labels["node"]: sample.value for sample in families["baton_router_node_circuit_open"].samples}
     assert shown == {"p1": 0, "d1": 1}

@@ -332,6 +332,7 @@ def test_the_newest_are_kept_and_what_is_said_of_others_is_dropped() -> None:
     timelines = Timelines(3)
     for number in range(10):
         begun(timelines, name=f"r{number}", client="same")
+        timelines.ended(f"r{number}", "stop", 0, number)
     assert [record.request_id for record in timelines.newest()] == ["r9", "r8", "r7"]
     found = timelines.find("same")
     assert found is not None and found.request_id == "r9"
@@ -342,10 +343,23 @@ def test_the_newest_are_kept_and_what_is_said_of_others_is_dropped() -> None:
     assert timelines.ended("r0", "stop", 1, 1.0) is None
 
 
+def test_who_lives_is_kept_however_many_newer_ones_have_ended() -> None:
+    """A long stream's parts are counted when it ends, and its timeline is what somebody looks for while it lasts."""
+    timelines = Timelines(3)
+    begun(timelines, name="long")
+    for number in range(10):
+        begun(timelines, name=f"r{number}")
+        timelines.ended(f"r{number}", "stop", 0, number)
+    assert [record.request_id for record in timelines.newest()] == ["r9", "r8", "r7", "long"]
+    record = timelines.ended("long", "stop", 0, 99.0)
+    assert record is not None and timelines.find("long") is record and timelines.find("r7") is None
+
+
 def test_many_choices_take_more_room_and_none_at_all_takes_none() -> None:
     timelines = Timelines(100)
     for number in range(100):
         begun(timelines, name=f"r{number}", num_choices=39)
+        timelines.ended(f"r{number}", "stop", 0, number)
     assert len(timelines) == 10
     begun(timelines, name="huge", num_choices=1024)
     assert timelines.find("huge") is None and len(timelines) == 10
