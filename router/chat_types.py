@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
@@ -29,6 +29,7 @@ _EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say noth
 _LITELLMS: Final = (
     "provider_specific_fields"  # it sends back under this name what it did not know, such as a refusal that is null
 )
+_PRONOUN: Final = {"tool_calls": "them", "reasoning_content": "it", "reasoning": "it", "refusal": "one"}
 _CHOICE_WORDS: Final = ("none", "auto", "required")
 
 
@@ -71,9 +72,23 @@ class ToolCall(Nested):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def _says_nothing(name: str, value: object) -> bool:
+def with_refusals(content: object, part_type: str) -> object:
+    """An assistant's content with what it refused as text: to who goes on with it, it is what it said."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": part_type, "text": each["refusal"]} if _is_refusal(each) else each for each in content]
+
+
+def _is_refusal(part: object) -> bool:
+    match part:
+        case {"type": "refusal", "refusal": str(), **more}:
+            return all(each is None for each in more.values())
+    return False
+
+
+def _says_nothing(name: str, value: object, message: Mapping[str, object]) -> bool:
     if name == _LITELLMS and isinstance(value, dict):
-        return all(each is None for each in value.values())
+        return all(each is None or (key != name and each == message.get(key)) for key, each in value.items())
     return name in _EMPTY_IN_MESSAGES and value == []
 
 
@@ -87,29 +102,46 @@ class Message(Nested):
         default_factory=list
     )
     tool_call_id: StrictStr | None = None
+    reasoning_content: StrictStr | None = None  # what it thought, which vLLM, SGLang and others answer beside the text
+    reasoning: StrictStr | None = None  # the same, by vLLM's newer name
+    refusal: StrictStr = ""  # said in place of a text
 
     @model_validator(mode="before")
     @classmethod
     def _as_answered(cls, values: object) -> object:
-        """Clients send a message of ours back with all the fields that they know, empty as they are."""
+        """Clients send a message of ours, or of other servers, back with all the fields that they know, empty as they are."""
         if not isinstance(values, dict):
             return values
-        says_nothing = values.get("content") is None and ("content" in values or values.get("tool_calls"))
         if values.get("role") == "assistant":
             values = {name: value for name, value in values.items() if name != "parsed"}
-            values |= {"content": ""} if says_nothing else {}
-        return {name: value for name, value in values.items() if not _says_nothing(name, value)}
+            says_other = "content" in values or values.get("tool_calls") or values.get("refusal")
+            if values.get("content") is None and says_other:
+                values["content"] = ""
+            elif "content" in values:
+                values["content"] = with_refusals(values["content"], "text")
+        return {name: value for name, value in values.items() if not _says_nothing(name, value, values)}
+
+    @property
+    def text(self) -> str:
+        """Its content, in one."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def thought(self) -> str | None:
+        """By whichever name."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect: content is one text; what is not there is not named."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        told: dict[str, Any] = {"role": self.role, "content": text}
+        told: dict[str, Any] = {"role": self.role, "content": self.text or self.refusal}
         if self.name is not None:
             told["name"] = self.name
         if self.tool_calls:
             told["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             told["tool_call_id"] = self.tool_call_id
+        if self.thought is not None:
+            told["reasoning_content"] = self.thought
         return told
 
 
@@ -159,13 +191,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for position, message in enumerate(self.messages):
-            if message.tool_calls and message.role != "assistant":
-                raise bad_request(
-                    f"messages.{position}.tool_calls", f"only an assistant has them, not a {message.role}"
-                )
-            if message.tool_call_id is not None and message.role != "tool":
-                raise bad_request(f"messages.{position}.tool_call_id", f"only a tool has one, not a {message.role}")
+        check_messages(self.messages)
         check_tools([tool.function for tool in self.tools], "tools.{}.function")
         check_kwargs(self.chat_template_kwargs)
         names = [tool.function.name for tool in self.tools]
@@ -191,6 +217,22 @@ def _is_text(arguments: str, parsed: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Nobody has what only others have, and nothing is said twice."""
+    for position, message in enumerate(messages):
+        where, role = f"messages.{position}", message.role
+        if message.tool_call_id is not None and role != "tool":
+            raise bad_request(f"{where}.tool_call_id", f"only a tool has one, not a {role}")
+        if role != "assistant":
+            for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+                if getattr(message, name):
+                    raise bad_request(f"{where}.{name}", f"only an assistant has {_PRONOUN[name]}, not a {role}")
+        elif message.refusal and message.text:
+            raise bad_request(f"{where}.refusal", "stands in place of content; give one of them")
+        elif message.reasoning not in (None, message.thought):
+            raise bad_request(f"{where}.reasoning", "contradicts reasoning_content; give one of them")
 
 
 def check_tools(functions: list[Function], field: str) -> None:

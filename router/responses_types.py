@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.chat_types import MAX_TOOLS, ChatBody, Function, check_choice, check_tools
+from router.chat_types import MAX_TOOLS, ChatBody, Function, check_choice, check_tools, with_refusals
 from router.openai_types import (
     MAX_REQUEST_ID_LENGTH,
     REQUEST_ID_PATTERN,
@@ -99,6 +99,13 @@ class MessageItem(_Item):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
     phase: Literal["commentary", "final_answer"] | None = None  # OpenAI's own models are told of it; templates are not
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answered(cls, values: object) -> object:
+        if not isinstance(values, dict) or values.get("role") != "assistant" or "content" not in values:
+            return values
+        return values | {"content": with_refusals(values["content"], "output_text")}
 
 
 class CallItem(_Item):

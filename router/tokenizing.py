@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from router.bodies import HeldBody
 from router.chat_template import TemplateRefusal
-from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_tools
+from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_messages, check_tools
 from router.gate import account_of
 from router.intake import TEXT_COST, off_loop, size_of_chat
 from router.json_parts import Sliced, dump_ascii, json_parts
@@ -109,6 +109,7 @@ class Tokenizing:
             raise bad_request("prompt", "give either prompt or messages")
         if body.continue_final_message:
             raise bad_request("continue_final_message", "not supported by this version", "unsupported_parameter")
+        check_messages(body.messages or [])
         if body.tools:
             check_tools([tool.function for tool in body.tools], "tools.{}.function")
             if body.messages is None or self._text.tool_template is None:
