@@ -25,6 +25,7 @@ from node.measures import Measures
 from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
 from node.sizes import EngineSizes
 from proto import baton_pb2 as pb
+from runtime.process_metrics import ProcessMetrics
 from runtime.version import versions
 
 _CODES: Final = tuple(name for name, code in pb.ErrorCode.items() if code != pb.ERROR_UNSPECIFIED)
@@ -73,6 +74,7 @@ class NodeView(Collector):
         self._past = {name: Tally() for name in _COUNTED_BY_TRANSPORTS}
         self._registry = CollectorRegistry()  # of its own: nothing is global
         self._registry.register(self)
+        self._registry.register(ProcessMetrics())
 
     def show(self, facts: NodeFacts, sources: Sources) -> None:
         """Look at these from now on: the process has taken another role."""

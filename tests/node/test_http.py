@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import re
 import socket
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -27,6 +29,7 @@ from runtime.http_server import HttpServer
 from tests.node.scripted_core import ScriptedCore
 from tests.plain_http import NO_CERTIFICATES
 
+OF_EVERY_PROCESS = ("process_", "baton_build_")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics_nodes.md"
 
 
@@ -167,10 +170,26 @@ def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
 @pytest.mark.covers("O01")
 def test_every_metric_is_documented_and_every_documented_metric_is_there() -> None:
     (answer,) = get(Counters(), "/metrics")
-    families = [f for f in text_string_to_metric_families(answer.text) if not f.name.endswith("_created")]
+    all_families = [f for f in text_string_to_metric_families(answer.text) if not f.name.endswith("_created")]
+    families = [f for f in all_families if not f.name.startswith(OF_EVERY_PROCESS)]
     shown = {f.name.removeprefix("baton_node_") + ("_total" if f.type == "counter" else "") for f in families}
     assert all(family.name.startswith("baton_node_") and family.documentation for family in families)
     assert shown == set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.covers("O01")
+def test_what_a_process_takes_of_the_machine_and_its_release_are_there_under_the_names_that_all_have() -> None:
+    (answer,) = get(Counters(), "/metrics")
+    families = [f for f in text_string_to_metric_families(answer.text) if f.name.startswith(OF_EVERY_PROCESS)]
+    shown = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    listed = re.findall(r"^- `((?:process|baton_build)_\w+)`", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown == set(listed) and len(listed) == 7
+    samples = samples_of(answer.text)
+    assert samples["process_resident_memory_bytes",] > 1 << 20 and samples["process_open_fds",] > 2
+    assert samples["process_cpu_seconds_total",] > 0
+    (build,) = (sample.labels for family in families for sample in family.samples if sample.name == "baton_build_info")
+    assert build.pop("version") == metadata.version("baton")
+    assert build == {"python": platform.python_version(), "torch": metadata.version("torch")}
 
 
 @pytest.mark.covers("O01")
