@@ -70,7 +70,12 @@ class RunningBranches:
         batches, stopped = TokenBatches(from_receiver=True), list[tuple[RunningBranch, str]]()
         for sequence_id, _, token_id in progress.plain():
             branch = self._branches.get(sequence_id)
-            if branch is not None:
+            if branch is None:
+                continue
+            if branch.times is None and not branch.prompt_logprobs:  # nearly always
+                batches.add_one(branch.router, branch.key, len(branch.token_ids), token_id)
+                branch.token_ids.append(token_id)
+            else:
                 self._say(branch, token_id, batches, now)
         for item in progress.others:
             branch = self._branches.get(item.sequence_id)

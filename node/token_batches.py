@@ -1,4 +1,5 @@
-"""What one step gave, collected into one message per router. Each is filled where it stays: giving protobuf a part copies it.
+"""What one step gave, collected into one message per router. Each is filled where it stays: giving protobuf a part copies it, to
+look at a part makes an object of it, and to write what is there already costs as much as anything else.
 
 The logprobs of a prompt, up to 3 MiB of them, go with its first token in a message of their own: a step may end many prompts, and
 the length of a message is bounded (SessionTiming.max_message_bytes).
@@ -7,13 +8,16 @@ the length of a message is bounded (SessionTiming.max_message_bytes).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from engine.plan import TokenLogprobs
 from node.events import RouterId, ToRouter
 from node.sampling import to_logprobs_message
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 FINISH: Final = {"stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
 
@@ -27,6 +31,7 @@ class TokenBatches:
         self._messages: dict[RouterId, pb.NodeMessage] = {}
         self._apart: list[ToRouter] = []
         self._newest: pb.NodeMessage | None = None  # to which a token was added
+        self._parts: dict[RouterId, RepeatedCompositeFieldContainer[pb.BranchTokens]] = {}  # of those messages
 
     def add(
         self,
@@ -41,7 +46,7 @@ class TokenBatches:
         """Note a branch's tokens from `first_index` on; whoever has more to say of them adds it to what is returned."""
         message = self._newest = self._message_apart(router) if prompt_logprobs else self._message(router)
         tokens = message.tokens.branches.add()
-        of_key = tokens.key  # each look at a part makes an object of it
+        of_key = tokens.key
         of_key.request_id, of_key.choice, of_key.attempt = key
         tokens.first_index = first_index
         tokens.token_ids.extend(token_ids)
@@ -49,8 +54,24 @@ class TokenBatches:
             tokens.finish = FINISH[finish]
         if logprobs is not None:
             tokens.logprobs.append(to_logprobs_message(logprobs))
-        tokens.prompt_logprobs.extend(prompt_logprobs)
+        if prompt_logprobs:
+            tokens.prompt_logprobs.extend(prompt_logprobs)
         return tokens
+
+    def add_one(self, router: RouterId, key: AttemptKey, index: int, token_id: int) -> None:
+        """Note one more token of a branch, and nothing else: nearly all that is ever said."""
+        branches = self._parts.get(router)
+        if branches is None:
+            branches = self._parts[router] = self._message(router).tokens.branches
+        tokens = branches.add()
+        of_key = tokens.key
+        of_key.request_id, choice, attempt = key
+        if choice:
+            of_key.choice = choice
+        if attempt:
+            of_key.attempt = attempt
+        tokens.first_index = index
+        tokens.token_ids.append(token_id)
 
     def time(self, timing: pb.Timing) -> None:
         """Tell, with the token that was added last, how long it took."""
