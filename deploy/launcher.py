@@ -35,8 +35,9 @@ from deploy.forker import Forker
 from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
 from runtime.authority import believing
-from runtime.config import load
+from runtime.config import load, own_environment
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, run_async, write_atomically
+from runtime.variables import unread_variables
 
 READY_POLL_S: Final = 0.05
 SAY_EVERY_S: Final = 10.0  # what a start still waits for; one that goes well is over by then
@@ -48,6 +49,9 @@ ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants th
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `baton up` and return its exit code."""
     config = load(UpConfig, "baton up", "Start a router and its nodes on this machine.", argv, OF_CHILDREN)
+    for fields in unread_variables(own_environment(), lacks_keys=config.api_keys is None):
+        told = " ".join(f"{key}={value}" for key, value in fields.items())
+        sys.stderr.write(f"baton up: warning: unknown_variable {told}\n")
     die_with_parent(config.parent_pid)
     outlive_readers(of_all=True)
     with _run_dir_of_our_own(config.run_dir):
@@ -335,7 +339,7 @@ class _Launcher:
 
     def _say_how_to_use(self, urls: list[str], model_id: str) -> None:
         config, say = self._config, self._console.print
-        endpoint, body = _example(model_id, config.is_demo)
+        endpoint, body = config.example(model_id)
         took_s = time.monotonic() - self._started_at
         nodes = " + ".join(f"{number} {role}" for role, number in config.nodes.items())
         say(f"baton up: ready in {took_s:.1f} s, {nodes}, logs in {config.run_dir}")
@@ -350,14 +354,6 @@ class _Launcher:
         if len(urls) > 1:
             say(f"baton up: the other routers: {' '.join(urls[1:])}")
         say("baton up: Ctrl-C stops everything")
-
-
-def _example(model_id: str, is_demo: bool) -> tuple[str, dict[str, Any]]:
-    """An endpoint, and what to send there: to the demo model a question that it can answer."""
-    if not is_demo:
-        return "/v1/completions", {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
-    asked = [{"role": "user", "content": "What does a prefill node do?"}]
-    return "/v1/chat/completions", {"model": model_id, "messages": asked, "max_tokens": 64}
 
 
 @contextmanager

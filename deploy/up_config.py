@@ -132,6 +132,13 @@ class UpConfig:
         """Whether the demo model is served, of which it is known what it can answer."""
         return self.model_dir.resolve() == DEMO_MODEL
 
+    def example(self, model_id: str) -> tuple[str, dict[str, Any]]:
+        """An endpoint, and what to send there: to the demo model a question that it can answer."""
+        if not self.is_demo:
+            return "/v1/completions", {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
+        asked = [{"role": "user", "content": "What does a prefill node do?"}]
+        return "/v1/chat/completions", {"model": model_id, "messages": asked, "max_tokens": 64}
+
     @property
     def model_name(self) -> str | None:
         """What routers are told to call the model, if anything."""

@@ -7,8 +7,7 @@
                                                                                    '--> take down the rest, in reverse order
 
 What the user can mend (model directory, sizes, a taken port) is one line and exit code 2. Every other exception is a bug, wherever
-it arises: in a task, in a callback, on the runner thread. It ends the process with a traceback and exit code 1, and whoever
-starts it again gets a new incarnation.
+it arises. It ends the process with a traceback and exit code 1, and whoever starts it again gets a new incarnation.
 
 SIGTERM drains (node/ending.py); SIGINT does not: what runs is lost to this node, and its routers, who are told, go on elsewhere.
 """
@@ -68,6 +67,7 @@ from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.advertise import known_host, with_port
+from runtime.config import log_unread_variables
 from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
@@ -96,6 +96,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     """
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
     set_up_logging(config.log_level, name, config.log_format)
+    log_unread_variables()
     allow_descriptors(1 << 16)  # of which a zmq link takes five, a nixl link twenty
     identity = NodeIdentity(name, draw_incarnation())
     measures = Measures()
@@ -110,8 +111,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
         fatal(f"baton {role}: {error}", error)
     if engine.memory.copier is None:
         log_event(LOG, logging.WARNING, "slow_copies", node=name, reason="nothing was compiled for this CPU")
-    if engine.inexactness is not None:
-        # A recomputed sequence may then differ from the one that was lost.
+    if engine.inexactness is not None:  # a recomputed sequence may then differ from the one that was lost
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
     if not credentials.is_encrypted:
         risk = "whoever can reach it can use it, and read and change what goes over the wire"

@@ -47,6 +47,7 @@ from router.text import ModelText
 from router.worker_pages import own_page
 from runtime.advertise import with_port
 from runtime.collecting import collect_at_rest
+from runtime.config import log_unread_variables
 from runtime.credentials import Credentials, CredentialsError
 from runtime.grpc_server import GrpcServer
 from runtime.http_protocol import HttpBounds
@@ -259,7 +260,8 @@ def _allowed_connections(wanted: int) -> int:
 
 
 def warn_of_what_is_missing(config: RouterConfig) -> None:
-    """Log what a router that others reach does without."""
+    """Log what a router that others reach does without, and variables that were meant for it and say nothing to anybody."""
+    log_unread_variables(lacks_keys=config.api_keys is None)
     missing = {}
     if config.api_keys is None:
         missing["--api-keys"] = "whoever can reach it can use it"

@@ -27,6 +27,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import re
 import tomllib
@@ -36,12 +37,15 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from runtime.knobs import ENVIRONMENT_PREFIX, NO_KNOBS, REQUIRED, Knob, knobs_of
 from runtime.knobs import ConfigError as ConfigError
+from runtime.logs import log_event
 from runtime.process import fatal
+from runtime.variables import is_unread, unread_variables
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+_LOG: Final = logging.getLogger(__name__)
 
 ROOM_TABLES: Final = ("router", "prefill", "decode", "mixed", "up")
 _NO_VALUE: Final = re.compile("argument (--.*): expected one argument")  # argparse's own words
@@ -174,6 +178,12 @@ def own_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def log_unread_variables(*, lacks_keys: bool = False) -> None:
+    """Log each variable that was meant for us and is read by no command; `lacks_keys` as `unread_variables` has it."""
+    for fields in unread_variables(os.environ, lacks_keys=lacks_keys):
+        log_event(_LOG, logging.WARNING, "unknown_variable", **fields)
+
+
 def thread_environment(threads: int) -> dict[str, str]:
     """What a process that computes with `threads` threads must have in its environment before torch loads."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT}
@@ -198,8 +208,15 @@ def set_grpc_environment() -> None:
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:
-    """This process's environment for a child of the launcher: without BATON_CONFIG, which was meant for the launcher."""
-    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_PREFIX + "CONFIG"}
+    """This process's environment for a child of ours.
+
+    Without BATON_CONFIG, which was meant for the launcher; without what nobody reads, of which it has told already.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != ENVIRONMENT_PREFIX + "CONFIG" and not is_unread(name)
+    }
     return environment if threads is None else environment | thread_environment(threads)
 
 

@@ -1,4 +1,4 @@
-"""docs/flags.md: every flag of every command, from the configs that the commands fill. `make docs` writes it anew."""
+"""docs/flags.md: every flag of every command, and the module of their variables, from their configs: `make docs`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,22 @@ table names a variable, `BATON_` and the flag would be what a process or another
 wins over the variable, the variable over the file, the file over the default. A file (`--config FILE`) has keys at its top for
 every process that reads it, and tables `[router]`, `[prefill]`, `[decode]`, `[mixed]`, `[up]` for one kind. Of a file that
 `BATON_CONFIG` names, all but these five take what they know. An image says defaults of its own in variables (`BATON_DEFAULT_PORT`),
-over which all of that wins. A wrong value is one line that names it and its bound, and exit code 2. `none` is a value where the
-table says so.
+over which all of that wins. A wrong value is one line that names it and its bound, and exit code 2. A variable `BATON_…` that no
+command reads is told of at start (`unknown_variable`, with what it was probably to be). `none` is a value where the table says so.
 """
+VARIABLES: Final = PAGE.parents[1] / "runtime" / "known_variables.py"
+VARIABLES_MODULE: Final = '''\
+"""Every variable that a command of Baton reads. Written by `make docs`, from the knobs of all commands."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KNOWN_VARIABLES: Final = frozenset(
+    (
+{names}    )
+)
+'''
 COMMANDS: Final = (
     ("baton up", UpConfig),
     ("baton router", RouterConfig),
@@ -79,9 +92,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def variables_module() -> str:
+    """The whole module that names them, for processes that do not import every command."""
+    names = sorted({"BATON_CONFIG", *(each.variable for _, config in COMMANDS for each in knobs_of(config))})
+    return VARIABLES_MODULE.format(names="".join(f'        "{name}",\n' for name in names))
+
+
 def main() -> int:
-    """Write the page."""
+    """Write the page, and the module."""
     PAGE.write_text(page(), encoding="utf-8")
+    VARIABLES.write_text(variables_module(), encoding="utf-8")
     return 0
 
 

@@ -8,7 +8,8 @@ from deploy import cli
 from deploy.chat import ChatConfig
 from runtime.config import parse
 from runtime.knobs import knobs_of
-from tests.architecture.flags_page import COMMANDS, PAGE, page
+from runtime.known_variables import KNOWN_VARIABLES
+from tests.architecture.flags_page import COMMANDS, PAGE, VARIABLES, page, variables_module
 
 LOAD = "--trace t --rates r --slo-ttft-ms 1 --slo-tpot-ms 1".split()
 
@@ -16,6 +17,11 @@ LOAD = "--trace t --rates r --slo-ttft-ms 1 --slo-tpot-ms 1".split()
 def test_the_page_of_flags_is_what_the_commands_take() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "stale: make docs"
     assert "| `--block-size` |" in page()
+
+
+def test_a_process_knows_the_variables_of_all_commands_without_importing_them() -> None:
+    assert VARIABLES.read_text(encoding="utf-8") == variables_module(), "stale: make docs"
+    assert {"BATON_CONFIG", "BATON_NUM_BLOCKS", "BATON_CHAT_MODEL", "BATON_API_KEY"} < KNOWN_VARIABLES
 
 
 def test_help_says_of_which_commands_the_flags_are_no_variables() -> None:

@@ -237,10 +237,10 @@ def test_an_empty_variable_is_unset_because_that_is_how_compose_files_spell_it()
 def test_a_child_gets_its_threads_but_not_the_launchers_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the environment is handed on: BATON_ variables are for every process."""
     monkeypatch.setenv("BATON_CONFIG", "/some/file")
-    monkeypatch.setenv("BATON_LEASE_S", "3")
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "3")
     environment = child_environment(threads=2)
     assert "BATON_CONFIG" not in environment
-    assert environment["BATON_LEASE_S"] == "3"
+    assert environment["BATON_BLOCK_SIZE"] == "3"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["GOMP_SPINCOUNT"] == thread_environment(1)["GOMP_SPINCOUNT"] == "2000"
 
