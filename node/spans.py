@@ -16,7 +16,7 @@ from typing import Final
 from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey, attempt_key
-from runtime.tracing import TracedSpan, Tracing
+from runtime.tracing import TraceContext, TracedSpan, Tracing
 
 MAX_SPANS: Final = 16_384  # attempts; the oldest are ended above it: a core drops some without a word
 _WELL: Final = frozenset({"committed", "finished", "moved", "released"})
@@ -78,8 +78,9 @@ class AttemptSpans:
 
     def _begin(self, name: str, traceparent: str, keys: list[AttemptKey], num_tokens: int) -> None:
         lead = keys[0]
+        within = TraceContext(traceparent)
         span = self._tracing.begin(
-            name, traceparent, request_id=lead.request_id, attempt=lead.attempt, node=self._node, tokens=num_tokens
+            name, within, request_id=lead.request_id, attempt=lead.attempt, node=self._node, tokens=num_tokens
         )
         shared = _Shared(span, set(keys))
         for key in keys:

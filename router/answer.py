@@ -16,6 +16,7 @@ from proto import baton_pb2 as pb
 from router.choice_text import ChoiceText
 from router.events import RESCHEDULED, Failed, GenerationRequest
 from router.tool_calls import ToolUse
+from runtime.tracing import NOBODY, TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Arrival:
 
     at: float  # an instant of the monotonic clock, in seconds: a loop's own may count milliseconds
     client_request_id: str | None  # the client's own name for it
-    traceparent: str = ""  # the client's own span, if it sent one
+    within: TraceContext = NOBODY  # the client's own span, if it named one
     client: str | None = None  # whose key it showed
 
 

@@ -66,6 +66,7 @@ from router.worker_pages import (
 )
 from router.wrong_values import shown
 from runtime.logs import printable
+from runtime.tracing import TraceContext
 
 _LOG: Final = logging.getLogger(__name__)
 _CALL_COST: Final = 128  # bytes of a prompt take as long as a character of what may be a tool call
@@ -289,8 +290,9 @@ class Api:
         headers.setdefault(REQUEST_ID, asked[0].request.request_id)
         said = sum(len(text.text_before) for each in asked if each.tools for text in each.texts)  # by a resubmission
         writer = await off_loop(max(len(content), _CALL_COST * said), self._writer, body, asked)
-        told = (request.headers.get("traceparent", ""), None if account is None else account.client.name)
-        delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
+        told = TraceContext(request.headers.get("traceparent", ""), ",".join(request.headers.getlist("tracestate")))
+        client = None if account is None else account.client.name
+        delivery = Delivery(asked, Arrival(seen_at, client_id, told, client))
         on_end = None if account is None else account.owe
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
 

@@ -123,7 +123,7 @@ class RouterShell:
         )
         if self._spans is not None:
             ago_s = self.now() - arrival.at
-            self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices, ago_s)
+            self._spans.begin(request.request_id, arrival.within, num_tokens, request.num_choices, ago_s)
         if self._is_closed:
             self._end(request.request_id, replace(_shutting_down(request.request_id), is_refusal=True))
         elif answer.known_end is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from proto import baton_pb2 as pb
 from router.events import Noted
-from runtime.tracing import TracedSpan, Tracing
+from runtime.tracing import TraceContext, TracedSpan, Tracing
 
 
 @dataclass(slots=True)
@@ -33,11 +33,13 @@ class RequestSpans:
         self._requests: dict[str, TracedSpan] = {}
         self._attempts: dict[str, dict[int, _Dispatched]] = {}  # request -> choice -> where it is
 
-    def begin(self, request_id: str, traceparent: str, num_prompt_tokens: int, num_choices: int, ago_s: float) -> None:
-        """A request came `ago_s` ago, and has been read; `traceparent` is its client's, if it sent one."""
+    def begin(
+        self, request_id: str, within: TraceContext, num_prompt_tokens: int, num_choices: int, ago_s: float
+    ) -> None:
+        """A request came `ago_s` ago, and has been read; `within` its client's own span, if it named one."""
         self._requests[request_id] = self._tracing.begin(
             "request",
-            traceparent,
+            within,
             ago_s=ago_s,
             request_id=request_id,
             prompt_tokens=num_prompt_tokens,
@@ -53,9 +55,9 @@ class RequestSpans:
         request_id, number = message.request_id, message.attempt
         receiver = message.target.node.name
         span = self._tracing.begin(
-            "attempt", request.traceparent, request_id=request_id, attempt=number, sender=node, receiver=receiver
+            "attempt", request.context, request_id=request_id, attempt=number, sender=node, receiver=receiver
         )
-        message.traceparent = span.traceparent
+        message.traceparent = span.traceparent  # the tracestate stays here: no message has a field for it
         choices = {branch.choice for branch in message.branches}
         self._attempts[message.request_id].update(dict.fromkeys(choices, _Dispatched(span, choices)))
 

@@ -1,8 +1,9 @@
 """OpenTelemetry spans, told to a collector over OTLP/HTTP, where an endpoint is given; without one nothing of it is imported.
 
 Spans are begun and ended where a request changes hands, never per token. Their context is W3C's `traceparent`
-(https://www.w3.org/TR/trace-context/), which processes pass on as text. What is told is batched by a thread of the library; a
-collector that is slow or gone costs spans and a few lines, never a request. No prompt, token or key is in any of them.
+(https://www.w3.org/TR/trace-context/), which processes pass on as text; a client's `tracestate` is kept to the router's own spans.
+What is told is batched by a thread of the library; a collector that is slow or gone costs spans and a few lines, never a request.
+No prompt, token or key is in any of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from runtime.logs import log_event
@@ -27,13 +28,29 @@ if TYPE_CHECKING:
 Attribute = str | int | float | bool
 EXPORT_EVERY_MS: Final = 1000
 CLOSE_TIMEOUT_S: Final = 2.0  # for what is not told yet when the process ends
-
+MAX_TRACESTATE: Final = 512  # characters: what W3C asks everybody to pass on
+_MAX_MEMBERS: Final = 32
+_LONG_MEMBER: Final = 128
+_MEMBER: Final = re.compile(
+    r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 
 _LOG: Final = logging.getLogger(__name__)
 # What says two lines of each batch that finds no collector, and what says one of spans that find no room: events of ours.
 _EXPORTERS_LOG: Final = "opentelemetry.exporter.otlp"
 _QUEUES_LOG: Final = "opentelemetry.sdk._shared_internal"
 _FULL: Final = "Queue full"  # how its line begins
+
+
+class TraceContext(NamedTuple):
+    """Whose span another one is within, as W3C's two headers say it; empty: nobody's."""
+
+    traceparent: str = ""
+    tracestate: str = ""  # of the tracing systems that the trace has been through
+
+
+NOBODY: Final = TraceContext()
 
 
 class NoTracing(ValueError):
@@ -48,6 +65,7 @@ class TracedSpan:
         context = span.get_span_context()
         # What others are to name as their parent.
         self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        self.context = TraceContext(self.traceparent, context.trace_state.to_header())
 
     def note(self, name: str, **attributes: Attribute) -> None:
         """Something happened meanwhile."""
@@ -135,15 +153,16 @@ class Tracing:
         self._provider = provider
         self._tracer = tracer
 
-    def begin(self, name: str, traceparent: str, *, ago_s: float = 0.0, **attributes: Attribute) -> TracedSpan:
-        """A span within the one that `traceparent` names; one that names none, or nothing, begins a trace.
+    def begin(self, name: str, within: TraceContext, *, ago_s: float = 0.0, **attributes: Attribute) -> TracedSpan:
+        """A span within another one; within none, or one that is no span's name, it begins a trace.
 
         `ago_s`: so long ago it began.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
+        told = {"traceparent": within.traceparent, "tracestate": sound_tracestate(within.tracestate)}
+        parent = TraceContextTextMapPropagator().extract(told, Context())
         named = {f"baton.{key}": value for key, value in attributes.items()}
         begun_at = time.time_ns() - int(ago_s * 1e9)
         return TracedSpan(self._tracer.start_span(name, parent, attributes=named, start_time=begun_at))
@@ -157,6 +176,22 @@ class Tracing:
         telling = asyncio.wrap_future(started_thread("spans-close", self._provider.shutdown))
         with suppress(TimeoutError):
             await asyncio.wait_for(telling, CLOSE_TIMEOUT_S)
+
+
+def sound_tracestate(header: str) -> str:
+    """What is passed on of a client's tracestate: nothing of one that is broken, else as many of its members as there is room for.
+
+    The first ones are kept, which are the newest, and long ones go before others, as W3C asks. The library logs what is broken.
+    """
+    members = [member for each in header.split(",") if (member := each.strip(" \t"))]
+    if not all(map(_MEMBER.fullmatch, members)):
+        return ""
+    if len(",".join(members)) > MAX_TRACESTATE:
+        members = [member for member in members if len(member) <= _LONG_MEMBER]
+    members = members[:_MAX_MEMBERS]
+    while len(",".join(members)) > MAX_TRACESTATE:
+        members.pop()
+    return ",".join(members)
 
 
 def open_tracing(endpoint: str | None, service: str, name: str) -> Tracing | None:

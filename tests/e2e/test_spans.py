@@ -25,7 +25,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from proto import baton_pb2 as pb
 from router.spans import RequestSpans
-from runtime.tracing import CLOSE_TIMEOUT_S, Tracing, endpoint_problem
+from runtime.tracing import (
+    CLOSE_TIMEOUT_S,
+    MAX_TRACESTATE,
+    NOBODY,
+    TraceContext,
+    Tracing,
+    endpoint_problem,
+    sound_tracestate,
+)
 from tests import forked
 from tests.e2e.fault_clients import Stream, body
 from tests.e2e.role_by_role import started_role_by_role, wait_until
@@ -56,7 +64,11 @@ class Collector:
                         attributes
                         | {"service": service, "name": span.name, "status": span.status.code}
                         | {"id": span.span_id.hex(), "parent": span.parent_span_id.hex(), "trace": span.trace_id.hex()}
-                        | {"start": span.start_time_unix_nano, "end": span.end_time_unix_nano}
+                        | {
+                            "state": span.trace_state,
+                            "start": span.start_time_unix_nano,
+                            "end": span.end_time_unix_nano,
+                        }
                     )
 
     def named(self, name: str, request: str) -> list[dict[str, Any]]:
@@ -101,7 +113,8 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
         told = ("--otlp-endpoint", collector.url)
         flags = {"router": told, "prefill-0": told, "decode-0": told, "decode-1": told}
         with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-            headers = {"traceparent": f"00-{TRACE}-{CLIENTS_SPAN}-01"}
+            states = [("tracestate", "one=1"), ("tracestate", "t@two=2,")]  # a header may come in parts
+            headers = httpx.Headers([("traceparent", f"00-{TRACE}-{CLIENTS_SPAN}-01"), *states])
             fields = body(rng, 40, 6)
             answer = httpx.post(
                 f"{cluster.url}/v1/completions", json=fields, headers=headers, trust_env=False, timeout=60
@@ -131,6 +144,9 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
         assert (attempt["parent"], prefill["parent"]) == (root["id"], attempt["id"])
         assert prefill["service"] == "baton-prefill" and prefill["outcome"] == "ok" and prefill["prefill_us"] > 0
         assert root["completion_tokens"] == 6 and root["prompt_tokens"] == 40 and root["outcome"] == "length"
+        assert [each["state"] for each in (root, attempt, prefill)] == ["one=1,t@two=2"] * 2 + [""], (
+            "the router's alone"
+        )
         assert root["start"] <= attempt["start"] and attempt["end"] <= root["end"]
 
         lost, last = collector.named("attempt", other)
@@ -151,7 +167,7 @@ def test_a_requests_span_begins_when_it_came_and_not_when_it_had_been_read() -> 
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     spans = RequestSpans(Tracing(provider, provider.get_tracer("test")))
-    spans.begin("r", "", 8, 1, 90.0)
+    spans.begin("r", NOBODY, 8, 1, 90.0)
     spans.dispatch("p", pb.Dispatch(request_id="r", branches=[pb.Branch()]))
     spans.ended("r", "length", 1, None)
     attempt, request = exporter.get_finished_spans()
@@ -159,14 +175,42 @@ def test_a_requests_span_begins_when_it_came_and_not_when_it_had_been_read() -> 
     assert times == sorted(times) and 90e9 <= times[1] - times[0] < 150e9
 
 
+@pytest.mark.covers("O04")
+@pytest.mark.parametrize(
+    ("header", "passed_on"),
+    [
+        ("one=1 , t@two=a b,", "one=1,t@two=a b"),
+        ("", ""),
+        ("one=1,Two=2", ""),  # broken, and nobody knows where
+        ("one=1,no member", ""),
+        (",".join(f"k{i:02}={'v' * 20}" for i in range(40)), ",".join(f"k{i:02}={'v' * 20}" for i in range(20))),
+        (",".join(["a=1", f"long={'v' * 200}", *(f"k{i:02}={'v' * 60}" for i in range(6))]), None),
+        (",".join(f"k{i}=1" for i in range(50)), ",".join(f"k{i}=1" for i in range(32))),
+        (f"a=1,b={'v' * 200}", f"a=1,b={'v' * 200}"),  # there is room
+    ],
+)
+def test_of_a_clients_tracestate_so_much_is_passed_on_as_w3c_says_and_none_of_a_broken_one(
+    header: str, passed_on: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = sound_tracestate(header)
+    expected = ",".join(each for each in header.split(",") if "long" not in each) if passed_on is None else passed_on
+    assert found == expected and len(found) <= MAX_TRACESTATE
+    provider = TracerProvider(shutdown_on_exit=False)
+    span = Tracing(provider, provider.get_tracer("test")).begin(
+        "r", TraceContext(f"00-{TRACE}-{CLIENTS_SPAN}-01", header)
+    )
+    assert span.context.tracestate == expected
+    assert not caplog.records, "the library logs what it cannot read, which is the client's"
+
+
 ENDING = """
 import sys, uvloop
-from runtime.tracing import open_tracing
+from runtime.tracing import NOBODY, open_tracing
 
 async def run():
     tracing = open_tracing(sys.argv[1], "router", "r")
     for _ in range(2000):  # the library tells 512 at a time, and gives up on each by itself
-        tracing.begin("request", "").end()
+        tracing.begin("request", NOBODY).end()
     print("ending", flush=True)
     await tracing.close()
 
