@@ -382,8 +382,12 @@ class ToWorker(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     TOOK_FIELD_NUMBER: _builtins.int
     REFUSED_GRPC_FIELD_NUMBER: _builtins.int
+    REGISTRY_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     refused_grpc: _builtins.int
     """connections to the parent's registry: one worker counts for all"""
+    ping: _builtins.bool
+    """each second, once it is up"""
     @_builtins.property
     def settings(self) -> Global___WorkerSettings:
         """the first one"""
@@ -408,6 +412,10 @@ class ToWorker(_message.Message):
     def took(self) -> Global___ClientTook:
         """at another worker"""
 
+    @_builtins.property
+    def registry(self) -> Global___RegistryCount:
+        """what the parent has met in Redis: the same"""
+
     def __init__(
         self,
         *,
@@ -419,12 +427,14 @@ class ToWorker(_message.Message):
         pages: Global___WorkerPages | None = ...,
         took: Global___ClientTook | None = ...,
         refused_grpc: _builtins.int = ...,
+        registry: Global___RegistryCount | None = ...,
+        ping: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "refused_grpc", b"refused_grpc", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "ping", b"ping", "refused_grpc", b"refused_grpc", "registry", b"registry", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "refused_grpc", b"refused_grpc", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "ping", b"ping", "refused_grpc", b"refused_grpc", "registry", b"registry", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_page", "pages", "took", "refused_grpc"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_page", "pages", "took", "refused_grpc", "registry", "ping"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -437,25 +447,52 @@ class WorkerSettings(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     REGISTRY_FIELD_NUMBER: _builtins.int
+    PAIR_WAIT_S_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     config: _builtins.str
     """the router's knobs, as JSON"""
     registry: _builtins.str
     """where nodes announce themselves, for the log"""
+    pair_wait_s: _builtins.float
+    """how long a pair of nodes is awaited before connections are taken"""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         config: _builtins.str = ...,
         registry: _builtins.str = ...,
+        pair_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "index", b"index", "registry", b"registry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "index", b"index", "pair_wait_s", b"pair_wait_s", "registry", b"registry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerSettings: _TypeAlias = WorkerSettings  # noqa: Y015
+
+@_typing.final
+class RegistryCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """as the router's metrics name it"""
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegistryCount: _TypeAlias = RegistryCount  # noqa: Y015
 
 @_typing.final
 class FromWorker(_message.Message):
@@ -465,8 +502,11 @@ class FromWorker(_message.Message):
     WANT_PAGE_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
     TOOK_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     up: _builtins.bool
     """it takes connections"""
+    pong: _builtins.bool
+    """its loop runs"""
     @_builtins.property
     def want_page(self) -> Global___WorkerPage:
         """a client wants that of all; with it the worker's own"""
@@ -486,12 +526,13 @@ class FromWorker(_message.Message):
         want_page: Global___WorkerPage | None = ...,
         page: Global___WorkerPage | None = ...,
         took: Global___ClientTook | None = ...,
+        pong: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page", b"page", "took", b"took", "up", b"up", "want_page", b"want_page"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page", b"page", "pong", b"pong", "took", b"took", "up", b"up", "want_page", b"want_page"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page", b"page", "took", b"took", "up", b"up", "want_page", b"want_page"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page", b"page", "pong", b"pong", "took", b"took", "up", b"up", "want_page", b"want_page"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["up", "want_page", "page", "took"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["up", "want_page", "page", "took", "pong"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

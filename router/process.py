@@ -20,7 +20,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
+_PAIR_POLL_S: Final = 0.02
 _OTHER_DESCRIPTORS: Final = 1024  # nodes, the kernel's queue, files
 _MAX_CONCURRENT_CALLS: Final = 4096  # of nodes at the registry; gRPC refuses the rest
 
@@ -127,6 +128,8 @@ async def _serve(
         settings = api_settings(config, name, all_workers)
         app = _behind_keys(config, Api(shell, text, settings).app(), shell, worker, started)
         http = _http_server(config, app, listener, shell, credentials)
+        if worker is not None:
+            await _await_pair(shell, worker.pair_wait_s, (stopped, bug))
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
         collecting = asyncio.create_task(collect_at_rest(lambda: http.num_under_way == 0))
@@ -144,6 +147,19 @@ async def _serve(
         if bug.done():
             await bug
     log_event(_LOG, logging.INFO, "router_stopped")
+
+
+async def _await_pair(shell: RouterShell, bound_s: float, ends: Sequence[asyncio.Future[Any]]) -> None:
+    """Return once a pair of nodes can serve, at the latest after so long, or with one of `ends`.
+
+    Connections are other workers' meanwhile: whoever took them with its sessions under way would answer that there are no nodes.
+    """
+    now = asyncio.get_running_loop().time
+    deadline = now() + bound_s
+    while shell.missing() and now() < deadline:
+        ended, _ = await asyncio.wait(ends, timeout=_PAIR_POLL_S)
+        if ended:
+            return
 
 
 async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None:
@@ -169,11 +185,10 @@ async def _find_nodes(
 ) -> str:
     """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
     if worker is not None:
-        await worker.open(shell, shell.metrics.refused_grpc, partial(own_page, shell), started)
-    if config.registry != EMBEDDED:
-        return await _read_registry(config, shell, credentials, started)
-    if worker is not None:
+        await worker.open(shell, shell.metrics, partial(own_page, shell), started)
         return worker.registry
+    if config.registry != EMBEDDED:
+        return await read_registry(config, shell, shell.metrics.count_registry, started)
     return await embed_registry(config, shell, credentials, shell.metrics.refused_grpc, started)
 
 
@@ -198,15 +213,15 @@ async def embed_registry(
     return with_port(reached_here(config.registry_address), port)
 
 
-async def _read_registry(
-    config: RouterConfig, shell: RouterShell, credentials: Credentials, started: AsyncExitStack
+async def read_registry(
+    config: RouterConfig, handler: RegistryHandler, count: Callable[[str, int], None], started: AsyncExitStack
 ) -> str:
-    """Look for the nodes in Redis, which need not be there yet; its URL without secrets."""
+    """Look for the nodes in Redis, which need not be there yet; its URL without secrets. `count` as RedisReader's."""
     from runtime.redis_reader import RedisReader  # heavy: only who uses Redis pays for its client
     from runtime.redis_store import RedisStore
 
     store = RedisStore(config.registry, config.registry_namespace or DEFAULT_NAMESPACE, TTL_S)
-    reader = RedisReader(shell, store, TTL_S, shell.metrics.count_registry)
+    reader = RedisReader(handler, store, TTL_S, count)
     reader.start()
     started.push_async_callback(reader.close)
     return store.name

@@ -1,7 +1,7 @@
 """A worker's end of the link to its parent: what a router process has from the parent instead of making it itself.
 
     listening socket  inherited: every worker takes connections from the same queue, so who hangs or dies keeps nobody waiting
-    nodes             told by the parent, whose registry they announce themselves to; from Redis each worker reads by itself
+    nodes             told by the parent, who has the registry, or reads it in Redis: so a successor hears at once what is known
     pages             of all workers, whoever is asked (worker_pages.py): the parent asks the others
     limits of keys    what one worker lets a client have, the others hear of
 
@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Final, Protocol
 
 from proto import baton_pb2 as pb
 from router.config import RouterConfig
@@ -37,6 +37,16 @@ _LOG: Final = logging.getLogger(__name__)
 _PAGES_S: Final = 3.0  # for the parent to answer, which itself gives the others a second
 
 
+class Counts(Protocol):
+    """Of this worker's metrics what the parent has it count."""
+
+    def refused_grpc(self, number: int) -> None:
+        """Connections to the registry."""
+
+    def count_registry(self, name: str, number: int) -> None:
+        """What was met in a shared one."""
+
+
 class WorkerEnd:
     """One worker's link, from its first message on."""
 
@@ -46,11 +56,12 @@ class WorkerEnd:
         self.listener = listener
         self.config = from_json(RouterConfig, settings.config)
         self.registry = settings.registry
+        self.pair_wait_s = settings.pair_wait_s
         self._end = end
         self._link: WorkerLink[pb.ToWorker, pb.FromWorker] | None = None
         self._handler: RegistryHandler | None = None
         self._own_page: Callable[[str], str] = str
-        self._refused_grpc: Callable[[int], None] = lambda number: None
+        self._counts: Counts | None = None
         self._hear: Callable[[Taken], None] = _nobody
         self._questions: dict[int, asyncio.Future[dict[int, str]]] = {}
         self._num_questions = 0
@@ -60,12 +71,12 @@ class WorkerEnd:
     async def open(
         self,
         handler: RegistryHandler,
-        refused_grpc: Callable[[int], None],
+        counts: Counts,
         own_page: Callable[[str], str],
         started: AsyncExitStack,
     ) -> None:
         """Listen to the parent from now on. `own_page`: this worker's part of a page, by its name."""
-        self._handler, self._refused_grpc, self._own_page = handler, refused_grpc, own_page
+        self._handler, self._counts, self._own_page = handler, counts, own_page
         self._link = await WorkerLink[pb.ToWorker, pb.FromWorker].opened(pb.ToWorker.FromString, self._end)
         task = asyncio.create_task(self._read(), name="link to the parent")
         task.add_done_callback(surface)
@@ -144,13 +155,13 @@ class WorkerEnd:
                 case "took":
                     took = message.took
                     self._hear(Taken(took.name, "tokens" if took.tokens else "requests", took.amount, took.limit))
-                case "refused_grpc":
-                    self._refused_grpc(message.refused_grpc)
+                case "ping":
+                    self._send(pb.FromWorker(pong=True))
                 case _:
-                    self._hear_of_node(message)
+                    self._hear_of_registry(message)
 
-    def _hear_of_node(self, message: pb.ToWorker) -> None:
-        assert self._handler is not None
+    def _hear_of_registry(self, message: pb.ToWorker) -> None:
+        assert self._handler is not None and self._counts is not None
         match message.WhichOneof("kind"):
             case "listed":
                 report(self._handler, [Listed(message.listed)])
@@ -158,6 +169,10 @@ class WorkerEnd:
                 report(self._handler, [Missed(_peer(message.missed))])
             case "unlisted":
                 report(self._handler, [Unlisted(_peer(message.unlisted))])
+            case "refused_grpc":
+                self._counts.refused_grpc(message.refused_grpc)
+            case "registry":
+                self._counts.count_registry(message.registry.what, message.registry.number)
 
 
 def _nobody(taken: Taken) -> None:

@@ -81,6 +81,11 @@ class WorkerPool:
         self._kills_at: float | None = None
         self._is_over = False
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether all of them were up once: who is started now follows one that has ended."""
+        return self._is_announced
+
     def begin(self, now: float) -> list[Action]:
         """Start them all; to be called once."""
         for worker in self._workers:

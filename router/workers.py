@@ -4,8 +4,9 @@
            <──up, pages, what clients took───────────────────
 
 Who runs when is worker_pool.py's. A worker that dies takes its clients' streams along, as a router does, and nobody else's; its
-nodes free its work within the session's grace. Connections that wait are taken by the others. One that hangs is killed once much
-waits for it to read (worker_link.py): it dies then like any other. Not here: what a router does.
+nodes free its work within the session's grace. Connections that wait are taken by the others. One that hangs is killed once it has
+not answered for long (worker_pulse.py), or much waits for it to read (worker_link.py): it dies then like any other.
+Not here: what a router does; what is kept of nodes (node_relay.py).
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, assert_never
 
 from proto import baton_pb2 as pb
 from router.config import RouterConfig
-from router.process import CannotListen, address_here, dying_of, embed_registry, listen, warn_of_what_is_missing
-from router.worker_link import WorkerLink
+from router.node_relay import Link, NodeRelay
+from router.process import (
+    CannotListen,
+    address_here,
+    dying_of,
+    embed_registry,
+    listen,
+    read_registry,
+    warn_of_what_is_missing,
+)
 from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
+from router.worker_pulse import BEAT_S, MOST_UNANSWERED, Pulse
 from runtime.alarm import Alarm
 from runtime.config import child_environment, to_json
 from runtime.credentials import Credentials, CredentialsError
@@ -42,14 +51,15 @@ from runtime.process import (
     write_ready_file,
 )
 from runtime.redis_address import EMBEDDED
-from runtime.session import Peer
 from runtime.session_driver import surface
 
 _LOG: Final = logging.getLogger(__name__)
 _PAGES_S: Final = 1.0  # for the other workers to tell theirs
 _STOP_SPARE_S: Final = 5.0  # beyond the drain timeout, for what ends then to end
-
-Link = WorkerLink[pb.FromWorker, pb.ToWorker]
+_DIAL_S: Final = 5.0  # for a worker that has just started to reach nodes that are missed
+_MIN_PAIR_WAIT_S: Final = (
+    2.0  # for one that is started again to have a pair of nodes; else as long as requests wait for one
+)
 
 
 def run_workers(config: RouterConfig) -> int:
@@ -84,42 +94,6 @@ class _Question:
     missing: set[int] = field(default_factory=set)
 
 
-class NodeRelay:
-    """RegistryHandler of the parent: keeps what is listed, for workers that are started later, and tells the others."""
-
-    def __init__(self) -> None:
-        self.links: dict[int, Link] = {}
-        self._entries: dict[Peer, pb.NodeEntry] = {}
-
-    def on_listed(self, entry: pb.NodeEntry) -> None:
-        """RegistryHandler."""
-        self._entries[Peer(entry.node.name, entry.node.incarnation)] = entry
-        self._tell(pb.ToWorker(listed=entry))
-
-    def on_missed(self, node: Peer) -> None:
-        """RegistryHandler."""
-        self._entries.pop(node, None)
-        self._tell(pb.ToWorker(missed=node.to_proto()))
-
-    def on_unlisted(self, node: Peer) -> None:
-        """RegistryHandler."""
-        self._entries.pop(node, None)
-        self._tell(pb.ToWorker(unlisted=node.to_proto()))
-
-    def news(self) -> Iterable[pb.ToWorker]:
-        """All that somebody new must hear."""
-        return [pb.ToWorker(listed=entry) for entry in self._entries.values()]
-
-    def refused_grpc(self) -> None:
-        """Have a worker count it, whichever: the parent has no page of its own. Without one nobody does."""
-        for link in list(self.links.values())[:1]:
-            link.send(pb.ToWorker(refused_grpc=1))
-
-    def _tell(self, message: pb.ToWorker) -> None:
-        for link in self.links.values():
-            link.send(message)
-
-
 class _Parent:
     """The pool's shell."""
 
@@ -127,17 +101,18 @@ class _Parent:
         self._config = config
         self._credentials = credentials
         self._pool = WorkerPool(config.workers, PoolTiming(stop_s=config.drain_timeout_s + _STOP_SPARE_S))
-        self._relay = NodeRelay()
+        self._pulse = Pulse()
         self._children: dict[int, _Child] = {}
         self._unsent: dict[int, int] = {}  # signals for workers whose processes are about to exist
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0
-        self._registry = config.registry
+        self._registry = ""  # where nodes announce themselves
 
     async def run(self) -> int:
         """Start, watch, stop; the exit code. Raises CannotListen."""
         self._loop = asyncio.get_running_loop()
+        self._relay = NodeRelay(self._loop.time)
         self._over: asyncio.Future[int] = self._loop.create_future()
         bug: asyncio.Future[None] = self._loop.create_future()
         self._loop.set_exception_handler(dying_of(bug))
@@ -146,8 +121,8 @@ class _Parent:
         stopped.add_done_callback(lambda first: self._perform(self._pool.stop(first.result(), self._loop.time())))
         async with AsyncExitStack() as started:
             self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
-            if self._config.registry == EMBEDDED:
-                self._registry = await self._embed_registry(started)
+            self._registry = await self._find_nodes(started)
+            self._go(self._beat(), "pulse of the workers")
             self._perform(self._pool.begin(self._loop.time()))
             waits: list[asyncio.Future[Any]] = [self._over, bug]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +133,10 @@ class _Parent:
         log_event(_LOG, logging.INFO, "router_stopped")
         return self._over.result()
 
-    async def _embed_registry(self, started: AsyncExitStack) -> str:
+    async def _find_nodes(self, started: AsyncExitStack) -> str:
+        """Have the relay told of nodes; where they announce themselves."""
+        if self._config.registry != EMBEDDED:
+            return await read_registry(self._config, self._relay, self._relay.count_registry, started)
         return await embed_registry(self._config, self._relay, self._credentials, self._relay.refused_grpc, started)
 
     # ---------------------------------------------------------------- the pool
@@ -200,13 +178,19 @@ class _Parent:
             self._unsent.pop(index, None)
             self._perform(self._pool.ended(index, 1, self._loop.time()))
             return
-        link = await Link.opened(pb.FromWorker.FromString, ours, partial(_kill_hung, index, process))
+
+        def on_hung(unread_bytes: int) -> None:
+            _kill_hung(index, process, unread_bytes=unread_bytes)
+
+        link = await Link.opened(pb.FromWorker.FromString, ours, on_hung)
         self._children[index] = _Child(process, link)
         if (number := self._unsent.pop(index, None)) is not None:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
         mine = replace(self._config, parent_pid=os.getpid(), ready_file=None)
         settings = pb.WorkerSettings(index=index, config=to_json(mine), registry=self._registry)
+        if self._pool.is_announced and self._relay.knows_nodes:  # connections are the others' meanwhile
+            settings.pair_wait_s = max(self._config.no_nodes_grace_s, _MIN_PAIR_WAIT_S)
         link.send(pb.ToWorker(settings=settings))
         for news in self._relay.news():
             link.send(news)
@@ -216,6 +200,7 @@ class _Parent:
         reading.cancel()
         link.close()
         del self._relay.links[index], self._children[index]
+        self._pulse.end(index)
         self._forget_in_questions(index)
         level = logging.INFO if code == 0 else logging.WARNING
         log_event(_LOG, level, "worker_ended", worker=index, pid=process.pid, code=code)
@@ -257,7 +242,11 @@ class _Parent:
         while (message := await link.read()) is not None:
             match message.WhichOneof("kind"):
                 case "up":
+                    self._pulse.begin(index)
+                    self._loop.call_later(_DIAL_S, self._tell_later_news, link)
                     self._perform(self._pool.is_up(index, self._loop.time()))
+                case "pong":
+                    self._pulse.heard(index)
                 case "want_page":
                     self._ask_all(index, link, message.want_page)
                 case "page":
@@ -266,6 +255,19 @@ class _Parent:
                     for other, its_link in self._relay.links.items():
                         if other != index:
                             its_link.send(pb.ToWorker(took=message.took))
+
+    def _tell_later_news(self, link: Link) -> None:
+        for news in self._relay.later_news():
+            link.send(news)
+
+    async def _beat(self) -> None:
+        """Ask all whether they run, and kill who does not."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for index in self._pulse.beat():
+                _kill_hung(index, self._children[index].process, unanswered=MOST_UNANSWERED)
+            for index in self._pulse.asked:
+                self._children[index].link.send(pb.ToWorker(ping=True))
 
     def _ask_all(self, index: int, asker: Link, wanted: pb.WorkerPage) -> None:
         self._num_questions += 1
@@ -300,8 +302,8 @@ class _Parent:
             question.asker.send(pb.ToWorker(pages=pages))
 
 
-def _kill_hung(index: int, process: asyncio.subprocess.Process, unread_bytes: int) -> None:
+def _kill_hung(index: int, process: asyncio.subprocess.Process, **found: int) -> None:
     """What it says does not matter any more; that it has ended is heard as of any other."""
-    log_event(_LOG, logging.WARNING, "worker_hangs", worker=index, pid=process.pid, unread_bytes=unread_bytes)
+    log_event(_LOG, logging.WARNING, "worker_hangs", worker=index, pid=process.pid, **found)
     with suppress(ProcessLookupError):
         process.kill()

@@ -260,8 +260,8 @@ MUTANTS: Final = (
     Mutant(
         "a-successor-knows-no-nodes",
         "A worker that follows a dead one hears of nodes only when something about them changes.",
-        "router/workers.py",
-        "return [pb.ToWorker(listed=entry) for entry in self._entries.values()]",
+        "router/node_relay.py",
+        "return [pb.ToWorker(listed=entry) for entry in known]",
         "return []",
         ("tests/router/test_workers.py",),
     ),

@@ -28,6 +28,14 @@ class Nobody:
     def on_unlisted(self, node: Peer) -> None: ...
 
 
+class Uncounted:
+    """What a worker counts for its parent."""
+
+    def refused_grpc(self, number: int) -> None: ...
+
+    def count_registry(self, name: str, number: int) -> None: ...
+
+
 Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 BIG = pb.ToWorker(pages=pb.WorkerPages(texts={0: "x" * (1 << 20)}))
 
@@ -116,7 +124,7 @@ def test_however_many_ask_for_a_page_the_parent_is_asked_once_and_once_more_for_
         parents.sendall(worker_link.framed(pb.ToWorker(settings=settings)))
         async with AsyncExitStack() as started:
             end = WorkerEnd(started.enter_context(socket.socket()), workers)
-            await end.open(Nobody(), lambda number: None, lambda page: f"own {page}", started)
+            await end.open(Nobody(), Uncounted(), lambda page: f"own {page}", started)
             parent = await WorkerLink[pb.FromWorker, pb.ToWorker].opened(pb.FromWorker.FromString, parents)
             started.callback(parent.close)
             first = [asyncio.create_task(end.page_of_all("metrics")) for _ in range(50)]

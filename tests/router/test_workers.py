@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,15 @@ def until(is_so: Callable[[], bool], bound_s: float = 120.0) -> None:
 
 @contextmanager
 def started(
-    folder: Path, *more: str, popen: type[subprocess.Popen[Any]] = forked.Popen
+    folder: Path,
+    *more: str,
+    popen: type[subprocess.Popen[Any]] = forked.Popen,
+    program: Sequence[str] = ("-m", "router"),
 ) -> Iterator[tuple[subprocess.Popen[Any], dict[str, Any]]]:
-    """A router with two workers, ready to serve with a fake prefill and a fake decode node; and its ready file."""
+    """A router with two workers, ready to serve with a fake prefill and a fake decode node; its ready file, and the nodes' pid."""
     model, ready_file = write_model_text(folder / "model"), folder / "ready.json"
     flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file), *more]
-    command = [sys.executable, "-m", "router", *flags, "--parent-pid", str(os.getpid())]
+    command = [sys.executable, *program, *flags, "--parent-pid", str(os.getpid())]
     with (folder / LOG).open("wb") as log, popen(command, stdin=subprocess.DEVNULL, stderr=log) as router:
         try:
             until(lambda: ready_file.exists() or router.poll() is not None)
@@ -63,7 +66,7 @@ def started(
                 try:
                     Speaker(speaking).set_pace(Pace(step_ms=40, group=32))
                     until(lambda: by_worker(ready["url"], "node_up") == {0: 2, 1: 2})
-                    yield router, ready
+                    yield router, ready | {"nodes": speaking.pid}
                 finally:
                     speaking.kill()
         finally:
