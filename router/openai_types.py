@@ -221,7 +221,7 @@ class SamplingDefaults(CheckedBody):
     """What a model's generation_config.json may say in place of a client that does not."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
