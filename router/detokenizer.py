@@ -18,7 +18,7 @@ the same as the whole. Of a long run without any text the last tokens are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import Final
 
@@ -34,11 +34,19 @@ Decode = Callable[[Sequence[int]], str]
 class IncrementalDetokenizer:
     """Turns one completion's tokens into the text that they are behind its prompt's; `skipped_ids` (special tokens) have none."""
 
-    __slots__ = ("_context", "_context_text", "_decode", "_fresh", "_skipped_ids")
+    __slots__ = ("_context", "_context_text", "_decode", "_fresh", "_skipped_ids", "_whole")
 
-    def __init__(self, decode: Decode, skipped_ids: Collection[int], prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        skipped_ids: Collection[int],
+        prompt_ids: Sequence[int] = (),
+        whole: Mapping[int, str] | None = None,
+    ) -> None:
+        """`whole`: where no token's text depends on its neighbours, that of each that is whole characters, and "" of others."""
         self._decode = decode
         self._skipped_ids = skipped_ids
+        self._whole = whole
         self._context = self._end_of(prompt_ids)
         self._context_text = decode(self._context) if self._context else ""
         self._fresh: list[int] = []
@@ -59,6 +67,8 @@ class IncrementalDetokenizer:
         """The same for one token."""
         if token_id in self._skipped_ids:
             return ""
+        if self._whole is not None and not self._fresh and (text := self._whole[token_id]):
+            return text  # any context, then, is as good as the newest
         self._fresh.append(token_id)
         text = self._fresh_text()
         if text.endswith(REPLACEMENT):

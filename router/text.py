@@ -8,16 +8,16 @@ Reads `tokenizer.json`, `tokenizer_config.json`, what older directories have of 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from router.added_tokens import WrongTokens, add_told_tokens
 from router.chat_template import NO_KWARGS, SPECIAL_TOKENS, ModelDirectoryError, TemplateRefusal, read_template
 from router.choice_text import ChoiceText, TextRules
-from router.detokenizer import IncrementalDetokenizer
+from router.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
 from router.spelling import Spelling
 from router.token_bounds import characters_of_longest_token
@@ -28,6 +28,22 @@ _MANY_TOKENS: Final = 4096  # whose text takes so long that others must run mean
 
 class TextTooLong(Exception):
     """A text has more tokens than it may, whichever they are; the argument says how many characters it has."""
+
+
+class _WholeTexts(dict[int, str]):
+    """Of each token that is whole characters its text, of any other ""."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], vocab_size: int) -> None:
+        super().__init__()
+        self._decode = decode
+        self._vocab_size = vocab_size
+
+    def __missing__(self, token_id: int) -> str:
+        text = self._decode([token_id])
+        text = "" if REPLACEMENT in text else text
+        if token_id < self._vocab_size:  # else whoever says nonsense would fill it
+            self[token_id] = text
+        return text
 
 
 class ModelText:
@@ -61,6 +77,9 @@ class ModelText:
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._alone: dict[int, str] = {}  # texts of tokens that nothing precedes
+        # A decoder of bytes puts them one behind the other, and looks at nothing else.
+        is_of_bytes = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._whole = _WholeTexts(self._decode_few, self.vocab_size) if is_of_bytes else None
         self._template = read_template(directory, settings)
         self.spelling = Spelling(self._tokenizer)
         self._longest_token = characters_of_longest_token(self._tokenizer)
@@ -140,7 +159,7 @@ class ModelText:
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> IncrementalDetokenizer:
         """A detokenizer for one completion of a prompt; behind none, its text begins like a prompt's."""
-        return IncrementalDetokenizer(self._decode_few, self._special_ids, prompt_ids)
+        return IncrementalDetokenizer(self._decode_few, self._special_ids, prompt_ids, self._whole)
 
     def choice_text(
         self, rules: TextRules, given_ids: Sequence[int] = (), prompt_ids: Sequence[int] = ()

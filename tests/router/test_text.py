@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from router.chat_template import ModelDirectoryError, TemplateRefusal
 from router.detokenizer import REPLACEMENT, IncrementalDetokenizer
-from router.text import ModelText
+from router.text import ModelText, _WholeTexts
 from tests.router.tiny_model import BOS_ID, EOS_ID, TURN_ID, VOCAB_SIZE, byte_level_tokenizer, write_model_text
 
 SPECIAL_IDS = frozenset({BOS_ID, EOS_ID, TURN_ID})
@@ -61,6 +61,18 @@ any_tokens = st.lists(
     ),
     max_size=60,
 )
+
+
+@given(any_tokens, any_tokens)
+def test_whole_characters_that_are_not_decoded_again_change_no_part_of_a_stream(
+    prompt: list[int], tokens: list[int]
+) -> None:
+    whole = _WholeTexts(byte_level_decode, VOCAB_SIZE)
+    quick = IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS, prompt, whole)
+    slow = IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS, prompt)
+    groups = [[token_id] for token_id in tokens]
+    assert streamed(quick, groups) == streamed(slow, groups)
+    assert all(text == "" or text == byte_level_decode([token_id]) for token_id, text in whole.items())
 
 
 @pytest.mark.covers("A08")
