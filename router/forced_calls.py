@@ -15,6 +15,7 @@ from typing import Any, Final
 from router.chat_types import ChatBody, Function
 from router.events import Grammar
 from router.openai_types import bad_request
+from router.schema_words import plain
 from router.structured import ending_with, schema_grammar
 
 _DEFINITIONS: Final = ("$defs", "definitions")
@@ -38,7 +39,7 @@ def forced_grammar(body: ChatBody, end_token_ids: Sequence[int]) -> Grammar:
             continue
         field, parameters = f"tools.{position}.function.parameters", function.parameters or _NO_ARGUMENTS
         schema_grammar(parameters, field)
-        if not _is_of_objects(parameters):
+        if not _is_of_objects(plain(parameters)):
             raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
     is_one = body.called_by_name is not None or not body.parallel_tool_calls
     grammar = schema_grammar(calls_schema(called, is_one=is_one), "tools", is_compact=True)

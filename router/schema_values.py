@@ -10,6 +10,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 from typing import Any, Final
 
 from router.regex_rules import within_quotes
+from router.schema_words import FORMAT_PATTERNS
 
 LARGEST: Final = 2**53  # of bounds and counts
 DECIMALS: Final = {"integer": 0, "number": 6}  # of a number that has bounds, as xgrammar writes it
@@ -25,6 +26,9 @@ def followed(schema: Any) -> Any:
         match name:
             case "pattern":
                 told[name] = within_quotes(value)
+            case "format" if value in FORMAT_PATTERNS:
+                del told[name]
+                told["pattern"] = within_quotes(FORMAT_PATTERNS[value])
             case "properties" | "$defs" | "definitions":
                 told[name] = {each: followed(inner) for each, inner in value.items()}
             case "items" | "additionalProperties":

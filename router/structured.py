@@ -22,6 +22,7 @@ from router.json_reading import TURNS, TooManyValues, read_json
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats, within_quotes
 from router.schema_values import DECIMALS, LARGEST, followed, has_number, too_wide
+from router.schema_words import FORMAT_PATTERNS, plain
 from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
 MAX_TEXT_BYTES: Final = 64 << 10  # of a grammar
@@ -48,7 +49,7 @@ _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
 # Any of these says all that a schema says, but for a type beside `enum` and `const`, and notes.
 _WHOLE: Final = ("$ref", "anyOf", "allOf", "enum", "const")
 # Of dates the 30th of February is one, to xgrammar; what it takes for an address no validator does.
-_FORMATS: Final = frozenset({"date", "time", "date-time", "email", "uuid"})
+_FORMATS: Final = frozenset({"date", "time", "date-time", "email", "uuid", *FORMAT_PATTERNS})
 _COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength"})
 _QUANTIFIER: Final = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
@@ -130,6 +131,7 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
     except ValueError as error:
         raise bad_request(field, NOT_FINITE) from error
     _check_size(text, field)
+    schema = plain(schema)
     counts = sum(_check_schema(schema, field))
     if counts > MAX_REPEATS:
         raise bad_request(field, f"its lengths and counts together are {counts}, more than {MAX_REPEATS}")
@@ -314,6 +316,8 @@ def _check_string(schema: Mapping[str, Any], field: str) -> Iterator[int]:
         raise bad_request(field, "has more than one of pattern, format and lengths", "unsupported_parameter")
     if "format" in schema and not (isinstance(schema["format"], str) and schema["format"] in _FORMATS):
         raise bad_request(f"{field}.format", f"{shown(schema['format'])} is not supported", "unsupported_parameter")
+    if schema.get("format") in FORMAT_PATTERNS:
+        yield num_repeats(FORMAT_PATTERNS[schema["format"]])
     if "pattern" in schema:
         if not isinstance(schema["pattern"], str):
             raise bad_request(f"{field}.pattern", f"must be a text, not {shown(schema['pattern'])}")

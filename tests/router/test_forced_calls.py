@@ -90,6 +90,7 @@ LINKS: Final[dict[str, Any]] = {
 NO_OBJECTS: Final[tuple[dict[str, Any], ...]] = (
     {"type": "string"},
     {"type": ["object", "null"]},
+    {"type": "object", "nullable": True},
     {"title": "anything"},
     {"enum": [{"city": "Oslo"}, "Oslo"]},
     {"const": 1},
@@ -102,6 +103,7 @@ OBJECTS: Final[tuple[dict[str, Any], ...]] = (
     {},
     {"type": "object"},
     {"type": ["object"]},
+    {"type": "object", "anyOf": [CITY, {"type": "object", "nullable": False}]},
     {"$ref": "#/$defs/a0", "$defs": LINKS | {"a500": {"type": "object"}}},
     {"enum": [{"city": "Oslo"}, {}]},
     {"anyOf": [{"type": "object"}, {"$ref": "#"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"const": {"b": 1}}}},
