@@ -22,6 +22,7 @@ from router.node_gauges import node_families, node_text
 from router.retry import COST, Cost
 from router.waiting import KINDS
 from runtime.http_protocol import REASONS
+from runtime.process_metrics import ProcessMetrics
 
 # Counters of the core (events.Count): name -> (help, name of its label).
 CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
@@ -199,6 +200,7 @@ class RouterMetrics:
         self._num_generated = 0  # completion tokens that are counted
         self._gauges = _CoreGauges(figures)
         registry.register(self._gauges)
+        registry.register(ProcessMetrics())
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
         """Raise a counter of the core."""

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics
 from router.node_gauges import node_families, node_text
+from router.worker_metrics import merged
 from tests.router.core_world import CoreWorld
 from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
@@ -80,6 +82,16 @@ def test_what_counts_since_the_start_is_a_counter_and_nothing_else_is() -> None:
 
 def test_every_duration_says_its_unit() -> None:
     assert all(shown.endswith("_seconds") for shown, _, _ in HISTOGRAMS.values())
+
+
+@pytest.mark.covers("O01")
+def test_a_workers_process_is_told_of_as_every_other_and_of_several_each_has_its_own() -> None:
+    text = RouterMetrics(lambda: IDLE | {"completion_tokens": 0}).render().decode()
+    families = {family.name: family.samples for family in text_string_to_metric_families(merged({0: text, 1: text}))}
+    for name in ("process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds", "baton_build_info"):
+        assert [sample.labels["worker"] for sample in families[name]] == ["0", "1"], name
+        assert all(sample.value > 0 for sample in families[name]), name
+    assert {sample.labels["version"] for sample in families["baton_build_info"]} == {metadata.version("baton")}
 
 
 async def measured(router: LiveRouter) -> dict[str, float]:
