@@ -19,9 +19,9 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -294,19 +294,36 @@ def _vocabulary(directory: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
     except (OSError, ValueError) as error:
         raise GrammarError("this node's model directory has no tokenizer.json that can be read") from error
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    special |= _made_special(directory)
+    special |= _made_special(directory, tokenizer)
     # A token without text is never allowed: special ones are not shown, so they must not stand for what they spell.
     vocab = ["" if token_id in special else tokenizer.id_to_token(token_id) or "" for token_id in range(vocab_size)]
     return xgrammar.TokenizerInfo(vocab, _vocab_type(tokenizer), vocab_size=vocab_size, stop_token_ids=[])
 
 
-def _made_special(directory: Path) -> set[int]:
-    """By tokenizer_config.json, whose word is the last with routers (router/added_tokens.py); what is no such file they refuse."""
+def _made_special(directory: Path, tokenizer: Tokenizer) -> set[int]:
+    """By files whose word is the last with routers (router/added_tokens.py), which refuse what is no such file."""
     try:
-        told = json.loads((directory / "tokenizer_config.json").read_bytes())["added_tokens_decoder"]
-        return {int(token_id) for token_id, token in told.items() if token.get("special") is True}
+        settings = _told(directory / "tokenizer_config.json")
+        if "added_tokens_decoder" not in settings:
+            settings |= _told(directory / "special_tokens_map.json")
+        told = settings.get("added_tokens_decoder") or {}
+        ids = {int(token_id) for token_id, token in told.items() if token.get("special") is True}
+        named = [tokenizer.token_to_id(content) for content in _named(settings)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return set()
+    return ids.union(token_id for token_id in named if token_id is not None)
+
+
+def _told(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
+
+
+def _named(settings: Mapping[str, Any]) -> set[str]:
+    further = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    values = [told for name, told in settings.items() if name.endswith("_token")]
+    values += further.values() if isinstance(further, dict) else further
+    tokens = [told.get("content") if isinstance(told, dict) else told for told in values]
+    return {token for token in tokens if isinstance(token, str)}
 
 
 def _vocab_type(tokenizer: Tokenizer) -> xgrammar.VocabType:

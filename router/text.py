@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders
 
-from router.added_tokens import WrongTokens, add_told_tokens
+from router.added_tokens import WrongTokens, add_told_tokens, with_map
 from router.chat_template import NO_KWARGS, SPECIAL_TOKENS, ModelDirectoryError, TemplateRefusal, read_template
 from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import REPLACEMENT, IncrementalDetokenizer
@@ -61,7 +61,7 @@ class ModelText:
         generation = _read_json(directory / "generation_config.json", is_required=False)
         settings = _read_json(directory / "tokenizer_config.json", is_required=False)
         if "added_tokens_decoder" not in settings:  # transformers before 4.34 had it say less, and reads this one still
-            settings |= _read_json(directory / "special_tokens_map.json", is_required=False)
+            settings = with_map(settings, _read_json(directory / "special_tokens_map.json", is_required=False))
 
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.tokenizer_digest = tokenizer_digest(directory)  # which token each id is, to compare with nodes'
@@ -109,19 +109,22 @@ class ModelText:
         kwargs: Mapping[str, Any] = NO_KWARGS,
         *,
         add_generation_prompt: bool = True,
+        continues: bool = False,
         add_special_tokens: bool = False,
         most_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks; the template writes all special tokens.
 
-        `kwargs`: what the client tells the template besides.
+        `kwargs`: what the client tells the template besides. `continues`: the assistant speaks behind its last message's text.
         Raises TemplateRefusal if there is no template or it refuses the messages, and as encode_prompt.
         """
         if self._template is None:
             raise TemplateRefusal("this model has no chat template")
-        text = self._template.render(
-            messages, tools, kwargs, add_generation_prompt=add_generation_prompt, **self._special_tokens
-        )
+        if continues:
+            text = self._template.render_open(messages, tools, kwargs, **self._special_tokens)
+        else:
+            told = {"add_generation_prompt": add_generation_prompt, **self._special_tokens}
+            text = self._template.render(messages, tools, kwargs, **told)
         return self._encode(text, add_special_tokens, most_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
@@ -195,7 +198,7 @@ class ModelText:
         if not all(type(each) is int and 0 <= each < self.vocab_size for each in ids):
             raise ModelDirectoryError(f"{directory}: eos_token_id {found}: must be token ids below {self.vocab_size}")
         own = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
-        return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+        return tuple(dict.fromkeys([*ids, *([own] if own is not None and own < self.vocab_size else [])]))
 
 
 # ---------------------------------------------------------------- files

@@ -359,6 +359,25 @@ def test_a_token_that_the_tokenizers_settings_hide_never_stands_for_text(own_mod
 
 @pytest.mark.covers("A14")
 @pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("tokenizer_config", {"pad_token": "a"}),
+        ("tokenizer_config", {"cot_token": {"__type": "AddedToken", "content": "a"}, "add_eos_token": True}),
+        ("tokenizer_config", {"extra_special_tokens": ["a", "none of them"]}),
+        ("tokenizer_config", {"extra_special_tokens": {"cot": "a"}}),
+        ("special_tokens_map", {"additional_special_tokens": [{"content": "a"}]}),
+    ],
+)
+def test_a_token_that_is_named_as_special_never_stands_for_text(own_model_dir: Path, file: str, told: Any) -> None:
+    edit_json(own_model_dir / "tokenizer_config.json", added_tokens_decoder=None)
+    edit_json(own_model_dir / f"{file}.json", **told)
+    allowed = Grammars(own_model_dir, 260).constraint(Grammar("regex", "[ab]", False, (257,))).allowed()
+    assert allowed is not None
+    assert set(allowed.nonzero()[0]) == {ord("b")}
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize(
     ("regex", "text"),
     [("a b", ["a", "▁b"]), ("a b", ["a", "▁", "b"]), ("[^ ]b", ["▁b"]), ("[^ ]b", ["a", "▁b"])],
     ids=str,

@@ -55,6 +55,39 @@ def named_in_both(directory: Path) -> None:
     write(directory, special_tokens_map={"bos_token": "</s>"})
 
 
+def named(directory: Path, **names: Any) -> None:
+    """Its tokenizer.json has ids for special tokens, and adds none."""
+    tokenizer = json.loads((directory / "tokenizer.json").read_text()) | {"added_tokens": []}
+    write(directory, tokenizer=tokenizer)
+    settings(directory, **names)
+
+
+def named_by_the_map_alone(directory: Path) -> None:
+    named(directory, bos_token=None, eos_token=None)
+    told = {"bos_token": "<s>", "eos_token": added("</s>"), "additional_special_tokens": ["<turn>"]}
+    write(directory, special_tokens_map=told)
+
+
+def named_in_two_lists(directory: Path) -> None:
+    named(directory, additional_special_tokens=["<turn>"])
+    write(directory, special_tokens_map={"additional_special_tokens": ["<think>"]})
+
+
+def named_long_ago(directory: Path) -> None:
+    """What is special is cut out before a text is normalized: `<think>` is none of these."""
+    tokenizer = json.loads((directory / "tokenizer.json").read_text()) | {"normalizer": {"type": "Lowercase"}}
+    write(directory, tokenizer=tokenizer, added_tokens={"<THINK>": 261, "<Turn>": 262})
+    settings(directory, pad_token="<THINK>")
+
+
+def named_but_not_special(directory: Path) -> None:
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = False
+    write(directory, tokenizer=tokenizer, config={"vocab_size": VOCAB_SIZE, "model_type": "qwen2"})
+    settings(directory, additional_special_tokens=["<turn>"])
+
+
 WAYS: Final[dict[str, Callable[[Path], None]]] = {
     "as it is": settings,
     "split": lambda directory: settings(directory, split_special_tokens=True),
@@ -66,6 +99,20 @@ WAYS: Final[dict[str, Callable[[Path], None]]] = {
     "shown": lambda directory: settings(directory, added_tokens_decoder={"258": added("<turn>")}),
     "one more": lambda directory: settings(directory, added_tokens_decoder={"261": added("<think>")}),
     "one more, long ago": lambda directory: write(directory, added_tokens={"<think>": 261}),
+    "named": lambda directory: named(directory, additional_special_tokens=["<turn>"]),
+    "named with blanks": lambda directory: named(
+        directory, bos_token=added("<s>", lstrip=True, rstrip=True) | {"__type": "AddedToken"}
+    ),
+    "named by keys of its own": lambda directory: named(
+        directory, turn_token="<turn>", extra_special_tokens={"cot_token": "th"}
+    ),
+    "named by the map alone": named_by_the_map_alone,
+    "named in two lists": named_in_two_lists,
+    "named, and without an id": lambda directory: settings(
+        directory, additional_special_tokens=["a"], pad_token="[PAD]", sep_token="<think>"
+    ),
+    "named long ago": named_long_ago,
+    "named, but not special": named_but_not_special,
     "begins none": lambda directory: settings(directory, add_bos_token=False),
     "templates in files": several_templates,
     "templates by name": lambda directory: settings(
@@ -101,6 +148,38 @@ def test_a_token_that_the_model_cannot_embed_is_text(tmp_path: Path) -> None:
     as_text = ModelText(directory).encode_prompt("a[PAD]b")
     write(directory, added_tokens={"[PAD]": VOCAB_SIZE})
     assert ModelText(directory).encode_prompt("a[PAD]b") == as_text
+    settings(directory, pad_token="[PAD]")
+    assert ModelText(directory).encode_prompt("a[PAD]b") == as_text
+
+
+@pytest.mark.covers("M03")
+def test_a_named_token_behind_the_last_that_the_model_knows_ends_no_completion(tmp_path: Path) -> None:
+    directory = write_model_text(tmp_path)
+    write(directory, config={"vocab_size": 261}, generation_config={"eos_token_id": 257})
+    settings(directory, eos_token="<end>")
+    text = ModelText(directory)
+    assert (text.encode_prompt("<end>"), text.stop_token_ids) == ([256, 261], (257,))
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ({"eos_token": 5}, "eos_token is neither a token's text nor an object with its content and flags"),
+        (
+            {"additional_special_tokens": ["<s>", ["</s>"]]},
+            "extra_special_tokens.1 is neither a token's text nor an object with its content and flags",
+        ),
+        ({"extra_special_tokens": "<s>"}, "extra_special_tokens is neither a list nor an object of tokens"),
+    ],
+    ids=str,
+)
+def test_a_name_of_no_token_is_one_sentence(tmp_path: Path, names: Any, sentence: str) -> None:
+    directory = write_model_text(tmp_path)
+    settings(directory, **names)
+    with pytest.raises(ModelDirectoryError) as failure:
+        ModelText(directory)
+    assert str(failure.value) == f"{directory}: {sentence}"
 
 
 @pytest.mark.covers("M03")
