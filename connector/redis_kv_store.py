@@ -9,8 +9,9 @@ dies in between leaves a name without a value, which counts against the bound un
 server's; one that takes over may be behind, and goes on from the last time that was noted. Its own eviction (maxmemory) may
 take anything at any time; where it is out of memory and takes nothing, writes fail.
 
-A connection that failed is never used again: what it still carries could be taken for the next call's answer. Every wait for
-the server is bounded by timeout_s, and there are no retries.
+A connection that failed is never used again: what it still carries could be taken for the next call's answer. Nor is one whose
+server refused something: it may have become another's replica, and the name lead elsewhere by now. Every wait for the server is
+bounded by timeout_s, and there are no retries.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 from redis.retry import Retry
 
 from connector.kv_record import HEADER_BYTES, KvRecords
@@ -48,10 +49,13 @@ local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2] or 0
 local now = math.max(t[1] * 1000000 + t[2], last + 1)
 """
 
-# ARGV: length of a record. How many leading keys have such a value.
+# ARGV: length of a record. How many leading keys have such a value; an error other than that the value is of another kind is told:
+# who may not look would else find nothing, for ever.
 _LEADING: Final = """
 for i, key in ipairs(KEYS) do
-  if redis.pcall('STRLEN', key) ~= tonumber(ARGV[1]) then return i - 1 end
+  local length = redis.pcall('STRLEN', key)
+  if type(length) == 'table' and length.err and not string.find(length.err, 'WRONGTYPE', 1, true) then return length end
+  if length ~= tonumber(ARGV[1]) then return i - 1 end
 end
 return #KEYS
 """
@@ -233,7 +237,9 @@ class RedisKvStore:
         for name in names:  # never more than a record, whatever lies there
             pipe.getrange(name, 0, self._records.record_bytes)
         pipe.eval(_TOUCH, 1 + len(names), self._used, *names, self._ttl_ms)
-        *values, _ = pipe.execute(raise_on_error=False)  # the last one writes, which a full server refuses
+        *values, touched = pipe.execute(raise_on_error=False)  # the last one writes, which a full server refuses
+        if isinstance(touched, ReadOnlyError) or (isinstance(touched, RedisError) and "READONLY" in str(touched)):
+            self._hang_up()  # it may be looked for elsewhere; what it has is right all the same
         for index, ((key, block), name, value) in enumerate(zip(batch, names, values, strict=True)):
             if value == b"":
                 return RunRead(index, is_corrupt=False)
@@ -254,7 +260,12 @@ class RedisKvStore:
         try:
             return call()
         except (RedisError, OSError, *_OF_WHO_SPEAKS_SOMETHING_ELSE) as error:
+            self._hang_up()
             raise KvStoreError(f"redis: {_word_for(error)}") from None
+
+    def _hang_up(self) -> None:
+        """The next call of each thread connects anew; another thread's call is not cut off."""
+        self._client.connection_pool.disconnect(inuse_connections=False)
 
 
 def _unless_error(answer: object) -> object:

@@ -214,8 +214,8 @@ MUTANTS: Final = (
         "kv-redis-full-cannot-be-read",
         "A server that takes no writes cannot be read either.",
         "connector/redis_kv_store.py",
-        "*values, _ = pipe.execute(raise_on_error=False)",
-        "*values, _ = pipe.execute()",
+        "*values, touched = pipe.execute(raise_on_error=False)",
+        "*values, touched = pipe.execute()",
         _REDIS,
     ),
     Mutant(

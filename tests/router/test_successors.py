@@ -29,7 +29,7 @@ from tests.stopping import resume, stop
 
 IMPATIENT = """
 from router import workers
-workers.BEAT_S, workers.MOST_UNANSWERED = 0.1, 30
+workers.BEAT_S = 0.1
 from router.__main__ import main
 raise SystemExit(main())
 """
