@@ -15,6 +15,8 @@ SIM_FLAGS ?=
 SOAK_S  ?= 1800
 FUZZ_S  ?= 60
 TARGET  ?=
+# Where torch is besides pip's own index. auto: its build for CPUs, where there is no GPU and pip is told of no index; empty: nowhere.
+TORCH_INDEX ?= auto
 CHAOS_FLAGS ?=
 CLIENTS_FLAGS ?=
 BENCH_FLAGS ?=
@@ -27,8 +29,12 @@ ALL_KERNELS := kernels/cpu/built/.all
 REDIS := .venv/.redis
 HELM := .venv/.helm
 BROWSER := .venv/.browser
+TEST_PROGRAMS := $(REDIS) $(HELM) $(BROWSER)
 BYTECODE := .venv/.bytecode
 TINY := models/llama-tiny
+# A path in quotes, in which the shell would leave a ~ as it is; not every shell has made it a path before make sees it.
+quoted = '$(if $(filter ~/%,$(firstword $(1))),$(subst ~/,$(HOME)/,$(1)),$(1))'
+MADE_MODEL := $(if $(findstring |$(TINY)|,|$(MODEL)|),$(TINY)/config.json)
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
@@ -37,12 +43,14 @@ MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
 # Bytecode is kept, whatever the shell says: without it each node compiles torch's modules anew, which is most of its start.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup up test bench lint format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
+.PHONY: help setup test-setup up test bench lint format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## fill .venv with the pinned versions, compile the kernels, find a redis-server, HAProxy, Helm and a browser; a second call does nothing
+setup: $(STAMP) $(KERNELS) ## fill .venv with the pinned versions, compile the kernels; a second call does nothing
+
+test-setup: setup $(TEST_PROGRAMS) ## find a redis-server, HAProxy, Helm and a browser, which tests want; as root with apt, install what is missing
 
 $(PYTHON):
 	@set -e; \
@@ -57,14 +65,20 @@ $(PYTHON):
 	$$python -m venv --clear .venv
 
 # torch, whose build for CPUs pip may have been told of, is pip's to bring; then uv takes a sixth of pip's time, but knows nothing of its
-# settings: all is pip's where they name another index, or where uv fails. Modules are compiled when they are first imported: those
-# that Baton has at the end, so that the first `make up` is no slower than the second, and thousands of others never.
+# settings: all is pip's where they name another index, or where uv fails. Without a GPU, and without an index of the user's, torch
+# comes from the one that has it without CUDA. Modules are compiled when they are first imported: those that Baton has at the end, so
+# that the first `make up` is no slower than the second, and thousands of others never.
 $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
-	@set -ef; echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
+	@set -ef; $(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip >/dev/null; \
+	index='$(TORCH_INDEX)'; \
+	if [ "$$index" = auto ]; then index=; \
+	  command -v nvidia-smi >/dev/null || $(PYTHON) -m pip config list | grep -Eq '[.](extra-)?index-url=|[.]find-links=|[.]no-index=' \
+	    || index=https://download.pytorch.org/whl/cpu; \
+	fi; \
+	echo "make setup: torch, 200 MB$${index:+ from $$index}; several gigabytes where that is no build for CPUs"; \
 	trap 'exit 130' INT TERM; \
 	dots=; if [ -t 2 ]; then { while sleep 5 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } & dots=$$!; trap 'kill $$dots; echo >&2' EXIT; fi; \
-	$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip >/dev/null; \
-	$(PYTHON) -m pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
+	$(PYTHON) -m pip install -qq --no-compile $${index:+--extra-index-url "$$index"} "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
 	[ -z "$$dots" ] || echo >&2; echo "make setup: the other packages, 300 MB"; \
 	packages="-c constraints.txt -e .[dev,nixl,numba,triton]"; \
 	if $(PYTHON) -m pip config list | grep -q '[.]index-url' || ! $(PYTHON) -m pip install -qq --no-compile -c constraints.txt uv \
@@ -89,32 +103,32 @@ $(ALL_KERNELS): $(KERNELS)
 $(REDIS): | $(PYTHON)
 	@if command -v redis-server >/dev/null && command -v haproxy >/dev/null; then :; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
-	  echo "make setup: no redis-server or no haproxy, and only root can install them, where there is apt: the tests that want them will say so"; \
-	elif echo "make setup: redis-server and haproxy, for tests, from the distribution"; \
+	  echo "make: no redis-server or no haproxy, and only root can install them, where there is apt: the tests that want them will say so"; \
+	elif echo "make: redis-server and haproxy, for tests, from the distribution"; \
 	  export DEBIAN_FRONTEND=noninteractive; install="timeout 300 apt-get install -y --no-install-recommends redis-server haproxy"; \
 	  $$install >$@.log 2>&1 || { timeout 120 apt-get update && $$install; } >>$@.log 2>&1; then :; \
-	else echo "make setup: redis-server or haproxy cannot be installed ($@.log says why): the tests that want them will say so"; fi
+	else echo "make: redis-server or haproxy cannot be installed ($@.log says why): the tests that want them will say so"; fi
 	@touch $@
 
 # For the tests of the chart: Helm's own code as a library (the package around it wants a newer Python than we do), and the classes of
 # Kubernetes' objects, which are read as text. 55 MB. Tried once, and never a reason to fail, as above.
 $(HELM): constraints.txt | $(STAMP)
 	@rm -rf .venv/helm && mkdir .venv/helm
-	@echo "make setup: Helm and the classes of Kubernetes' objects, for tests"
+	@echo "make: Helm and the classes of Kubernetes' objects, for tests"
 	@if $(PYTHON) -m pip download -qq --no-deps --only-binary :all: --python-version 3.12 -c constraints.txt -d .venv/helm helm-sdkpy kubernetes >$@.log 2>&1 && \
 	  for wheel in .venv/helm/*.whl; do $(PYTHON) -m zipfile -e $$wheel .venv/helm; done; then rm .venv/helm/*.whl; \
-	else echo "make setup: they cannot be had ($@.log says why): the tests of the chart will say so"; fi
+	else echo "make: they cannot be had ($@.log says why): the tests of the chart will say so"; fi
 	@touch $@
 
 # For the tests of the dashboard. Tried once, and never a reason to fail, as above; behind $(REDIS), as one apt-get waits for no other.
 $(BROWSER): | $(REDIS)
 	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
-	  echo "make setup: no chromium with its driver, and only root can install them, where there is apt: the tests of the dashboard will say so"; \
-	elif echo "make setup: chromium, for tests, from the distribution"; \
+	  echo "make: no chromium with its driver, and only root can install them, where there is apt: the tests of the dashboard will say so"; \
+	elif echo "make: chromium, for tests, from the distribution"; \
 	  export DEBIAN_FRONTEND=noninteractive; install="timeout 600 apt-get install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core"; \
 	  $$install >$@.log 2>&1 || { timeout 120 apt-get update && $$install; } >>$@.log 2>&1; then :; \
-	else echo "make setup: chromium cannot be installed ($@.log says why): the tests of the dashboard will say so"; fi
+	else echo "make: chromium cannot be installed ($@.log says why): the tests of the dashboard will say so"; fi
 	@touch $@
 
 # Made beside its place and moved: an interrupted run leaves no half model.
@@ -123,8 +137,8 @@ $(TINY)/config.json: | $(STAMP)
 	$(PYTHON) -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
 	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
 
-up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on the demo model, here; Ctrl-C ends them
-	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
+up: $(STAMP) $(KERNELS) $(MADE_MODEL) ## a router, a prefill and a decode node on the demo model, here; Ctrl-C ends them
+	@$(BIN)/baton up --model $(call quoted,$(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(call quoted,$(RUN_DIR)) $(UP_FLAGS)
 
 # Of tests and of all that they import: four processes that begin together would each compile all of it. Not of what loads the
 # kernels, which are compiled meanwhile.
@@ -133,7 +147,7 @@ $(BYTECODE): | $(STAMP)
 	@touch $@
 
 # Tests wait for a third of their time: with three processes on two cores a fifth of the cores' time went by idle, with four none does.
-test: $(BYTECODE) lint $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
+test: $(BYTECODE) lint $(ALL_KERNELS) $(TEST_PROGRAMS) ## lint, types, then the tests: of some that draw, a share (make soak)
 	@$(PYTHON) -m pytest -n 4 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## thirteen benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README; BENCH_FLAGS="--envs DIR": peers too
@@ -162,7 +176,7 @@ docs: $(STAMP) ## write what the docs say of flags, metrics and protocols, the d
 	@$(PYTHON) -m tests.deploy.chart_schema
 
 pictures: $(STAMP) $(KERNELS) $(BROWSER) ## take the pictures of docs/pictures anew: the dashboard of a cluster here, in a headless browser
-	@$(PYTHON) -m tests.dashboard.pictures $(if $(filter $(TINY),$(MODEL)),,--model $(MODEL))
+	@$(PYTHON) -m tests.dashboard.pictures $(if $(MADE_MODEL),,--model $(call quoted,$(MODEL)))
 
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
 	@$(PYTHON) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
@@ -170,7 +184,7 @@ sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong,
 fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 seconds each; TARGET=name for one
 	@$(PYTHON) -m tests.security $(TARGET) --seconds $(FUZZ_S)
 
-soak: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, SOAK_S=1800 seconds of real processes killed, stopped, cut off, then every test with all that it can draw
+soak: $(STAMP) $(ALL_KERNELS) $(TEST_PROGRAMS) ## 10000 seeds of sim that nobody has seen, SOAK_S=1800 seconds of real processes killed, stopped, cut off, then every test with all that it can draw
 	@$(PYTHON) -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
 	@$(PYTHON) -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 4 --dist loadfile --timeout=3600
@@ -181,10 +195,10 @@ mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of 
 compose-test: $(STAMP) $(KERNELS) ## build the images and hurt the containers of deploy/compose.yaml; needs a Docker engine, and root for a partition
 	@$(PYTHON) -m pytest tests/compose $(TEST_FLAGS)
 
-clients: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## other people's clients (openai, langchain, litellm, lm-eval, vllm, guidellm) against a cluster; ONLY=name,name for some; installs gigabytes
-	@$(PYTHON) -m tests.clients $(ONLY) --model $(MODEL) $(CLIENTS_FLAGS)
+clients: $(STAMP) $(KERNELS) $(MADE_MODEL) ## other people's clients (openai, langchain, litellm, lm-eval, vllm, guidellm) against a cluster; ONLY=name,name for some; installs gigabytes
+	@$(PYTHON) -m tests.clients $(ONLY) --model $(call quoted,$(MODEL)) $(CLIENTS_FLAGS)
 
-coverage-table: $(STAMP) $(ALL_KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+coverage-table: $(STAMP) $(ALL_KERNELS) $(TEST_PROGRAMS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(PYTHON) -m pytest -n 4 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove what make made, .venv included; of models/ the tiny one only

@@ -1,6 +1,6 @@
 """Helm itself, as a program: `python -m tests.deploy.helm_engine LIBRARY < cases.json` installs each, and says what came of it.
 
-LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make setup`
+LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make test-setup`
 puts it into .venv/helm. With `upgrade` the objects are those after it, somebody having scaled the routers before. A process of its
 own, since Go's runtime lives in it. Not here: what an install must look like (test_helm_*.py).
 

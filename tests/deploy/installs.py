@@ -53,7 +53,7 @@ class Engine:
 def run_helm(cases: dict[str, Values], upgrades: dict[str, Upgrade] | None = None) -> Engine:
     """`upgrades`: what follows an install, by case. Fail or skip where Helm's code is not there."""
     if not LIBRARY.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no {LIBRARY}: make setup fetches it, on x86-64")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no {LIBRARY}: make test-setup fetches it, on x86-64")
     told = []
     for i, (name, values) in enumerate(cases.items()):
         release = RELEASES.get(name, ("baton", "llm", "prod-baton")[i % 3])

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-TOOLS: Final = Path(sys.prefix) / "helm"  # in .venv, filled by `make setup`
+TOOLS: Final = Path(sys.prefix) / "helm"  # in .venv, filled by `make test-setup`
 MODELS: Final = TOOLS / "kubernetes" / "client" / "models"
 CLASSES: Final = {
     ("v1", "Service"): "V1Service",

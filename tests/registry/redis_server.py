@@ -101,7 +101,7 @@ def need_redis() -> None:
     """Fail or skip where there is no redis-server."""
     if PROGRAM is not None:
         return
-    reason = "there is no redis-server: make setup installs it as root where there is apt (Debian or Ubuntu)"
+    reason = "there is no redis-server: make test-setup installs it as root where there is apt (Debian or Ubuntu)"
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
