@@ -142,6 +142,34 @@ def test_prompts_have_the_ids_that_transformers_gives_them(tmp_path: Path, way: 
         assert ours.encode_chat(CHAT, tools, add_generation_prompt=False) == chat
 
 
+@pytest.mark.parametrize("legacy", [None, False, True])
+def test_the_tokenizers_file_is_taken_as_it_is_though_transformers_builds_llama_2s_anew(
+    tmp_path: Path, legacy: bool | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    blanks = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    tokens = ("<unk>", "<s>", "</s>", "▁", "a", "▁a")
+    tokenizer = {
+        "added_tokens": [added(token, special=True) | {"id": index} for index, token in enumerate(tokens[:3])],
+        "normalizer": {"type": "Sequence", "normalizers": blanks},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": [["▁", "a"]],
+            "unk_token": "<unk>",
+        },
+    }
+    directory = write_model_text(tmp_path)
+    write(directory, tokenizer=tokenizer, config={"vocab_size": 6, "model_type": "llama"}, generation_config={})
+    settings(directory, tokenizer_class="LlamaTokenizer", legacy=legacy)
+    text = "<s> a</s> a"
+    assert ModelText(directory).encode_prompt(text) == [1, 3, 5, 2, 3, 5]
+    assert AutoTokenizer.from_pretrained(directory).encode(text, add_special_tokens=False) != [1, 3, 5, 2, 3, 5]
+    settings(directory, tokenizer_class="PreTrainedTokenizerFast")
+    assert AutoTokenizer.from_pretrained(directory).encode(text) == [1, 3, 5, 2, 3, 5]
+
+
 @pytest.mark.covers("M03")
 def test_a_token_that_the_model_cannot_embed_is_text(tmp_path: Path) -> None:
     directory = write_model_text(tmp_path)
