@@ -6,9 +6,11 @@ what is drawn (page/).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.dashboard_state import whole
+from router.json_parts import dump_ascii
 from router.kill_rules import MAX_BODY, find_objection
 from router.launcher_link import LauncherGone, LauncherLink
 from router.openai_types import ApiError, bad_request
@@ -34,11 +37,14 @@ from router.worker_pages import (
     joined_state,
     no_timeline,
     own_page,
+    own_part,
 )
 from router.wrong_values import shown
 from runtime.logs import log_event, printable
 
 _LOG: Final = logging.getLogger(__name__)
+
+SHARED_S: Final = 0.8  # a look is shared for so long: a tab asks each second, and is to have a new one each time
 
 PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]  # by worker
 
@@ -65,7 +71,10 @@ class Dashboard:
         """`launcher`: who can kill nodes, if this router was started by one."""
         self._shell = shell
         self._model_name = model_name
+        self._all_workers = all_workers
         self._workers = AllWorkers(0, 1, self._own) if all_workers is None else all_workers
+        self._look: asyncio.Task[str] | None = None  # the newest, which whoever asks shares for a while
+        self._looked_at = -math.inf
         self._launcher = launcher
         self._files = PageFiles()
 
@@ -97,13 +106,31 @@ class Dashboard:
         return answer
 
     async def state(self) -> Response:
-        """What is shown each second."""
-        texts = await self._workers.parts(DASHBOARD)
-        parts: dict[int, dict[str, Any]] = {worker: json.loads(text) for worker, text in texts.items()}
-        state = joined_state({worker: each["state"] for worker, each in parts.items()}, self._workers.index)
-        requests = joined_requests([each["requests"] for each in parts.values()])
+        """What is shown each second; many tabs cost no more looks than a few."""
+        now = self._shell.now()
+        if self._look is None or (self._look.done() and now - self._looked_at >= SHARED_S):
+            self._look, self._looked_at = asyncio.create_task(self._look_anew(), name="look"), now
+        return Response(await asyncio.shield(self._look), media_type="application/json")
+
+    async def _look_anew(self) -> str:
+        """As JSON; whoever else has something to do on the loop does it between two parts of the work."""
+        parts = [part async for part in self._parts()]
+        state = joined_state({worker: each["state"] for worker, each in parts}, self._workers.index)
+        requests = joined_requests([each["requests"] for _, each in parts])
         own = {"model": self._model_name, "can_kill": self._launcher is not None, "num_workers": self._workers.number}
-        return json_answer(own | whole(list(parts.values()), state, requests))
+        content = own | whole([each for _, each in parts], state, requests)
+        await asyncio.sleep(0)
+        return dump_ascii(content)
+
+    async def _parts(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """By worker; of the only one as it is, and not as the JSON that others would have sent."""
+        if self._all_workers is None:
+            yield 0, own_part(self._shell)
+            await asyncio.sleep(0)
+            return
+        for worker, text in (await self._all_workers.parts(DASHBOARD)).items():
+            yield worker, json.loads(text)
+            await asyncio.sleep(0)
 
     async def request(self, name: str, request: Request) -> Response:
         """One request's timeline, and what to draw of it; `choice` where it has several."""

@@ -31,20 +31,26 @@ class Sight:
 
     def state(self) -> dict[str, Any]:
         """The router, and its nodes as they told it last."""
+        fingerprints: dict[bytes, dict[str, Any]] = {}  # few differ, and each takes a while to be read out
+        nodes = [_node(node, circuit, fingerprints) for node, circuit in self._shell.nodes()]
+        return self._router() | {"versions": versions(), "nodes": nodes}
+
+    def glance(self) -> dict[str, Any]:
+        """The same for who looks each second: of nodes what the dashboard shows."""
+        return self._router() | {"nodes": [_glanced(node, circuit) for node, circuit in self._shell.nodes()]}
+
+    def _router(self) -> dict[str, Any]:
         shell = self._shell
         missing = shell.missing()
-        fingerprints: dict[bytes, dict[str, Any]] = {}  # few differ, and each takes a while to be read out
         return {
             "router": shell.name,
             "pid": os.getpid(),
-            "versions": versions(),
             "ready": not missing,
             "missing": missing,
             "degraded": shell.degraded(),
             "is_draining": shell.is_draining,
             "queued": shell.num_queued,
             "live_requests": shell.num_live,
-            "nodes": [_node(node, circuit, fingerprints) for node, circuit in shell.nodes()],
         }
 
     def requests(self, limit: int = USUALLY_LISTED) -> dict[str, Any]:
@@ -60,28 +66,34 @@ class Sight:
 
 
 def _node(node: Node, circuit: str, fingerprints: dict[bytes, dict[str, Any]]) -> dict[str, Any]:
-    load, entry = node.load, node.entry
+    entry = node.entry
     written = entry.fingerprint.SerializeToString(deterministic=True)
     if written not in fingerprints:
         fingerprints[written] = MessageToDict(entry.fingerprint, preserving_proto_field_name=True)
+    return _glanced(node, circuit) | {
+        "listed": node.is_listed,
+        "grpc": entry.grpc_address,
+        "http": entry.http_address,
+        "fingerprint": fingerprints[written],
+        "sequences": len(node.branches),
+        "max_sequences": entry.max_num_seqs,
+    }
+
+
+def _glanced(node: Node, circuit: str) -> dict[str, Any]:
+    load, entry = node.load, node.entry
     return {
         "name": node.ref.name,
         "incarnation": f"{node.ref.incarnation:016x}",
         "role": pb.Role.Name(entry.role).removeprefix("ROLE_").lower(),
         "session": node.session.value,
-        "listed": node.is_listed,
         "left_out": node.is_left_out,
         "draining": node.drains,
         "circuit": circuit,
-        "grpc": entry.grpc_address,
-        "http": entry.http_address,
-        "fingerprint": fingerprints[written],
         "tp": max(1, entry.num_ranks),
         "num_blocks": entry.num_blocks,
         "blocks": {state: getattr(load, f"blocks_{state}") for state in _BLOCK_STATES},  # all 0: it has not spoken yet
         "running": load.running,
         "waiting": load.waiting,
         "prefilling": len(node.prefilling),
-        "sequences": len(node.branches),
-        "max_sequences": entry.max_num_seqs,
     }

@@ -28,6 +28,7 @@ REQUESTS: Final = "requests/"
 TIMELINE: Final = "timeline/"
 DASHBOARD: Final = "dashboard"
 _OF_A_WORKER: Final = ("router", "pid", "ready", "missing", "degraded", "is_draining", "queued", "live_requests")
+_ADDED_UP: Final = frozenset({"prefilling", "sequences"})  # of a node, as far as the page has it
 _WELL: Final = {"session": "up", "circuit": "closed"}  # of a node
 
 
@@ -44,9 +45,13 @@ def own_page(shell: RouterShell, page: str) -> str:
         found = sight.timeline(page.removeprefix(TIMELINE))
         return "" if found is None else json.dumps(found)
     if page == DASHBOARD:
-        live, now = shell.live_tokens(), shell.now()
-        return json.dumps(part(sight.state(), shell.timelines, live, shell.num_generated, now))
+        return json.dumps(own_part(shell))
     raise ValueError(page)
+
+
+def own_part(shell: RouterShell) -> dict[str, Any]:
+    """This worker's part of what the dashboard shows, not yet written."""
+    return part(Sight(shell).glance(), shell.timelines, shell.live_tokens(), shell.num_generated, shell.now())
 
 
 def whole_state(texts: Mapping[int, str], asked: int) -> dict[str, Any]:
@@ -101,12 +106,13 @@ def no_timeline(name: str, num_answered: int, num_workers: int) -> ApiError:
 
 def _add(known: dict[str, Any], node: Mapping[str, Any]) -> None:
     """What another worker says of a node."""
-    for key in ("prefilling", "sequences"):
+    for key in _ADDED_UP & known.keys():
         known[key] += node[key]
     for key, well in _WELL.items():
         if known[key] == well:
             known[key] = node[key]
-    known["listed"] = known["listed"] and node["listed"]
+    if "listed" in known:
+        known["listed"] = known["listed"] and node["listed"]
     known["draining"] = known["draining"] or node["draining"]
 
 

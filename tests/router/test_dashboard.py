@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from deploy.control import Control
+from router import dashboard
 from router.api import ApiSettings
 from router.dashboard import AllWorkers
 from router.launcher_link import LauncherLink
@@ -77,6 +78,8 @@ def test_the_state_has_nodes_requests_and_counts_and_a_request_its_picture(model
         state = (await router.client.get("/dashboard/state")).json()
         assert (state["model"], state["can_kill"]) == (MODEL_NAME, False)
         assert {node["name"] for node in state["state"]["nodes"]} == {"prefill", "decode"}
+        shown = set(re.findall(r"\bnode\.(\w+)", (PAGE / "nodes.js").read_text()))
+        assert all(set(node) == shown for node in state["state"]["nodes"]), "no more than the page reads, and no less"
         assert state["generated_tokens"] == answer.json()["usage"]["completion_tokens"] > 0
         (listed,) = state["requests"]
         assert listed["id"] == answer.json()["id"].partition("-")[2] and state["first_token_s"]["num"] == 1
@@ -88,6 +91,30 @@ def test_the_state_has_nodes_requests_and_counts_and_a_request_its_picture(model
         assert (await router.client.get("/dashboard/requests/nobodys")).status_code == 404
 
     play(model, scenario)
+
+
+def test_tabs_that_ask_within_the_same_second_share_a_look(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = ApiSettings(MODEL_NAME, 30.0, max_body_bytes=1 << 20)
+    shells: list[RouterShell] = []
+    asked: list[str] = []
+
+    async def parts(page: str) -> dict[int, str]:
+        asked.append(page)
+        await asyncio.sleep(0)
+        return {0: own_page(shells[0], page)}
+
+    async def run() -> None:
+        async with live_router(model, settings=replace(usual, all_workers=AllWorkers(0, 2, parts))) as router:
+            shells.append(router.shell)
+            monkeypatch.setattr(dashboard, "SHARED_S", 60.0)
+            looks = await asyncio.gather(*(router.client.get("/dashboard/state") for _ in range(5)))
+            looks.append(await router.client.get("/dashboard/state"))
+            assert len(asked) == 1 == len({look.content for look in looks})
+            monkeypatch.setattr(dashboard, "SHARED_S", 0.0)  # as if that long had passed
+            later = await router.client.get("/dashboard/state")
+            assert len(asked) == 2 and later.json()["at"] > looks[0].json()["at"]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_one_late", [True, False])
