@@ -36,7 +36,7 @@ from threading import Lock
 from typing import Final
 
 from connector.kv_record import HEADER_BYTES, KvRecords
-from connector.kv_store import Count, KvStoreError, KvStoreLimits, RunRead, count_nowhere
+from connector.kv_store import Count, KvStoreError, KvStoreLimits, KvStoreUnready, RunRead, count_nowhere
 
 LEFTOVER_S: Final = 600.0  # a file in tmp that nobody has written to for so long has no writer any more
 AHEAD_S: Final = 60.0  # of the clock as it was before the look: others write meanwhile
@@ -51,6 +51,8 @@ _SHARES_FREED: Final = 4
 # A pipe or a device under a record's name must not hold up who opens it; a link leads elsewhere.
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
+# Somebody frees some, or mounts it anew.
+_MAY_PASS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 
 # mtime_ns, num_bytes, path. Of a large pool there are many: plain ones, which no walk over all objects looks at again.
 _File = tuple[int, int, str]
@@ -60,7 +62,10 @@ class FileStore:
     """Implements KvStore."""
 
     def __init__(self, root: Path, records: KvRecords, limits: KvStoreLimits, count: Count = count_nowhere) -> None:
-        """Makes `root`, but not its parents: a mount that is missing is an error. Raises KvStoreError."""
+        """Makes `root`, but not its parents: a mount that is missing is an error.
+
+        Raises KvStoreError; of a disk that is full, or cannot be read or written now, KvStoreUnready.
+        """
         self._root = str(root)
         self._records = records
         self._limits = limits
@@ -75,6 +80,8 @@ class FileStore:
             self._device = Path(self._root).stat().st_dev
             self._make_folders()
             if not os.access(f"{self._root}/{_TMP}", os.W_OK | os.X_OK):
+                if os.statvfs(self._root).f_flag & os.ST_RDONLY:
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
                 raise KvStoreError(f"{self._root}: cannot be written to")
             self._drawn = self._id_or(secrets.token_bytes(HEADER_BYTES))
         except FileNotFoundError:
@@ -84,7 +91,8 @@ class FileStore:
         except FileExistsError:
             raise KvStoreError("a file is there, no directory") from None
         except OSError as error:
-            raise KvStoreError(error.strerror or type(error).__name__) from None
+            kind = KvStoreUnready if error.errno in _MAY_PASS else KvStoreError
+            raise kind(error.strerror or type(error).__name__) from None
 
     def identity(self) -> bytes:
         """As KvStore.identity."""

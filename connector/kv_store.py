@@ -32,6 +32,10 @@ class KvStoreError(Exception):
     """The store could not do it, in one sentence without secrets. What was asked is not done, or partly."""
 
 
+class KvStoreUnready(KvStoreError):
+    """It cannot be opened now, and perhaps in a while: a disk is full, or gone."""
+
+
 class RunRead(NamedTuple):
     """What reading a run of blocks gave."""
 

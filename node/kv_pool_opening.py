@@ -7,10 +7,11 @@ from typing import Final
 
 from connector.file_store import FileStore
 from connector.kv_record import KvRecords
-from connector.kv_store import Count, KvStore, KvStoreError, KvStoreLimits
+from connector.kv_store import Count, KvStore, KvStoreError, KvStoreLimits, KvStoreUnready
 from connector.memory_store import MemoryStore
 from node.config import NodeConfig
 from runtime.kv_pool_address import FilePool, MemoryPool, RedisPool, read_kv_pool_address, shown
+from runtime.process import NotNow
 
 MIN_SECRET_BYTES: Final = 16
 
@@ -18,7 +19,7 @@ MIN_SECRET_BYTES: Final = 16
 def open_store(role: str, config: NodeConfig, block_bytes: int, count: Count) -> KvStore | None:
     """The store, for blocks of so many bytes; None without --kv-pool. A Redis need not answer yet.
 
-    Raises ValueError with one sentence for what the user can mend.
+    Raises ValueError with one sentence for what the user can mend; NotNow, which is one, where that may pass by itself.
     """
     if config.kv_pool is None:
         return None
@@ -47,7 +48,8 @@ def open_store(role: str, config: NodeConfig, block_bytes: int, count: Count) ->
             try:
                 return FileStore(path, records, limits, count)
             except KvStoreError as error:
-                raise ValueError(f"--kv-pool {shown(config.kv_pool)}: {error}") from None
+                kind = NotNow if isinstance(error, KvStoreUnready) else ValueError
+                raise kind(f"--kv-pool {shown(config.kv_pool)}: {error}") from None
         case RedisPool(url):
             from connector.redis_kv_store import RedisKvStore  # heavy: only who uses Redis pays for its client
 

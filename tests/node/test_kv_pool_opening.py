@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,7 @@ from connector.redis_kv_store import RedisKvStore
 from node.config import NodeConfig
 from node.kv_pool_opening import open_store
 from runtime.config import parse
+from runtime.process import NotNow
 
 KEY = bytes(32)
 BLOCK_BYTES = 64
@@ -86,6 +90,35 @@ def test_what_cannot_be_opened_is_one_sentence(role: str, flags: tuple[str, ...]
     with pytest.raises(ValueError, match="--kv-pool") as error:
         opened(role, *flags)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_is_full_or_gone_may_pass_by_itself(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node ended with the code after which units start none again, and stayed away when the disk had room."""
+
+    def mkdir(path: object, mode: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(ValueError, match=os.strerror(number)) as raised:
+        opened("decode", "--kv-pool", (tmp_path / "pool").as_uri())
+    assert isinstance(raised.value, NotNow) == (number != errno.EACCES)
+
+
+def test_a_pool_whose_file_system_is_read_only_now_may_pass_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (tmp_path / "pool").as_uri()
+    opened("decode", "--kv-pool", url)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="cannot be written to") as raised:
+        opened("decode", "--kv-pool", url)
+    assert not isinstance(raised.value, NotNow), "somebody else's folder is to be mended"
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(NotNow, match=os.strerror(errno.EROFS)):
+        opened("decode", "--kv-pool", url)
 
 
 def test_a_bound_that_holds_no_block_is_one_sentence() -> None:
