@@ -148,11 +148,12 @@ def to_json(config: DataclassInstance) -> str:
 
 
 def from_json(config_type: type[T], text: str) -> T:
-    """What `to_json` was given."""
-    values: dict[str, Any] = json.loads(text)
+    """What `to_json` was given. Of another version's knobs, those that there are here; one that it did not have has its default."""
+    known = {each.name for each in dataclasses.fields(config_type)}
+    values: dict[str, Any] = {name: value for name, value in json.loads(text).items() if name in known}
     made = {Path: Path, tuple: tuple}
     for each in knobs_of(config_type):
-        if values[each.name] is not None and each.kind in made:
+        if values.get(each.name) is not None and each.kind in made:
             values[each.name] = made[each.kind](values[each.name])
     return config_type(**values)
 

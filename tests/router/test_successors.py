@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from proto import baton_pb2 as pb
+from router.config import RouterConfig
 from router.node_relay import MAX_MISSED, MISSED_KEPT_S, NodeRelay
 from router.worker_pulse import Pulse
+from runtime.config import from_json, to_json
 from runtime.redis_store import RedisStore
 from runtime.session import Peer
 from tests import forked
@@ -155,6 +157,15 @@ def test_a_successor_takes_connections_once_it_has_reached_a_pair_of_nodes_that_
         finally:
             for pid in (ready["nodes"], pids[1]):
                 resume(pid)
+
+
+def test_a_worker_that_an_older_parent_starts_has_the_defaults_of_knobs_that_were_added_and_none_that_went() -> None:
+    """A package that was replaced under a running parent: its workers died at their start again and again."""
+    config = RouterConfig(model=Path("m"), port=1, api_keys=Path("keys"))
+    written = json.loads(to_json(config))
+    for name in ("ready_file", "max_queue"):
+        del written[name]
+    assert from_json(RouterConfig, json.dumps(written | {"gone": 1})) == config
 
 
 @contextmanager
