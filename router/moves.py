@@ -50,7 +50,6 @@ class Moves:
             answer.retry_after_ms = int(self._config.move_retry_s * 1000)
             self._live.enter(branch, Decoding(pair), now)
         else:
-            branch.num_moves += 1
             branch.newest_attempt += 1
             answer.next_attempt = branch.newest_attempt
             answer.target.CopyFrom(self._nodes.occupy_decode(branch.key, target))
@@ -74,6 +73,7 @@ class Moves:
         """The target has spoken: the branch is its."""
         self._leave(branch, pair.decode, now)
         branch.attempt = target.attempt
+        branch.num_moves += 1
         branch.last_pair = moved = Pair(pair.prefill, target.node)
         self._live.enter(branch, Decoding(moved), now)
         self._live.note(branch, "moved", target.attempt, (target.node,))

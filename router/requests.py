@@ -58,7 +58,7 @@ class LiveBranch:
         self.waits_since = now
         self.attempt = -1  # number of the attempt that counts; before the first there is none
         self.newest_attempt = -1  # the highest number given out, be it for a move that has not happened
-        self.num_moves = 0  # that were begun
+        self.num_moves = 0  # from one decode node to another: those that came to nothing are none
         self.last_pair: Pair | None = None  # where the last attempt ran
         self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
         self.rests_until = 0.0  # nowhere before that

@@ -158,6 +158,23 @@ def test_a_branch_moves_so_often_and_then_stays() -> None:
     assert move is not None and not move.HasField("target")
 
 
+@pytest.mark.covers("R19", "D08")
+def test_moves_that_came_to_nothing_are_none_and_who_could_not_take_it_is_asked_in_turn() -> None:
+    world = decoding_world("d2", max_moves=1, move_retry_s=0.5)
+    for _ in range(3):
+        move = world.ask_to_move("d1", "a")
+        assert move is not None and move.target.node.name == "d2"
+        world.pass_time(0.1)
+        refused = world.ask_to_move("d1", "a")
+        assert refused is not None and not refused.HasField("target"), "not named again before half a second"
+        world.pass_time(0.5)
+    move = world.ask_to_move("d1", "a")
+    assert move is not None
+    world.tokens_from("d2", "a", 0, [7, 8], attempt=move.next_attempt, from_receiver=True)
+    move = world.ask_to_move("d2", "a", move.next_attempt)
+    assert move is not None and not move.HasField("target"), "it has moved once, and stays"
+
+
 @pytest.mark.covers("R21", "D08")
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_after_an_unanswered_commit_the_targets_batch_decides_or_the_grace(is_heard: bool) -> None:

@@ -22,6 +22,7 @@ from tests.sim.nodes import SimNode, Surroundings
 from tests.sim.routers import SimRouter
 from tests.sim.scenario import Scenario
 from tests.sim.stream import ListenerSide, Stream, Wire
+from tests.sim.targets import REASONS
 
 _REGISTER_TIMEOUT_S: Final = 0.5  # of one call, as in runtime/registry_client.py
 GIVES_UP_WITHIN_S: Final = 3.0  # a session's grace and the way there, by any clock
@@ -136,12 +137,13 @@ class Lives:
         self._kernel.after(until_watched_s, partial(self._watch_drain, node), node)
 
     def _watch_drain(self, node: SimNode) -> None:
-        """A drain that takes so long has a reason: nobody has room for what runs, or something is struck."""
-        before, refused = _running(node), f"no room for what {node.host} runs"
-        num_refused = self._kernel.counters[refused]
+        """A drain that takes so long has a reason: nobody has room for what runs, it has moved enough, or something is struck."""
+        before, counters = _running(node), self._kernel.counters
+        reasons = [f"{reason} {node.host} runs" for reason in REASONS]
+        num_refused = sum(counters[each] for each in reasons)
 
         def look() -> None:
-            has_asked = self._kernel.counters[refused] > num_refused
+            has_asked = sum(counters[each] for each in reasons) > num_refused
             left = before & _running(node)
             assert not left or has_asked or self._is_struck(), f"{node.label} drains, and does not move {sorted(left)}"
 

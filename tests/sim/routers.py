@@ -30,6 +30,7 @@ from tests.sim.kernel import Process
 from tests.sim.nodes import Surroundings
 from tests.sim.sessions import Dialer
 from tests.sim.stream import Wire
+from tests.sim.targets import Targets
 from tests.sim.timelines import CheckedTimelines
 from tests.sim.trace import describe_to_node, describe_to_router
 
@@ -63,6 +64,7 @@ class SimRouter(Process):
         self.listing = Listing(TTL_S)
         self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)
         self.clients: dict[str, Client] = {}  # by request id
+        self._targets = Targets(self.core, self.config)
         self._timelines = CheckedTimelines()
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
@@ -346,12 +348,12 @@ class SimRouter(Process):
         self.dialer.send(Peer(node.name, node.incarnation), message)
 
     def _note_move(self, holder: rev.NodeRef, move: pb.Move) -> None:
-        if not move.HasField("target"):
-            self.kernel.count(f"no room for what {self._hosts[holder]} runs")
-            return
-        ref = rev.NodeRef(move.target.node.name, move.target.node.incarnation)
-        client = self.clients[move.key.request_id]
-        client.trials[move.key.choice].may_move(move.next_attempt, ref)
+        client, choice, target = self.clients[move.key.request_id], move.key.choice, move.target.node
+        ref = rev.NodeRef(target.name, target.incarnation) if move.HasField("target") else None
+        if ref is not None:
+            client.trials[choice].may_move(move.next_attempt, ref)
+        if (reason := self._targets.reason(client, choice, holder, ref, self.clock())) is not None:
+            self.kernel.count(f"{reason} {self._hosts[holder]} runs")
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
         if client.end in ("aborted", "router lost"):

@@ -84,3 +84,16 @@ def test_whose_prompts_are_computed_when_a_drain_begins_moves_too(role: str, at:
     assert outcome.error is None, outcome.error
     assert outcome.counters["client:finished"] == len(LONG)
     assert not [name for name in outcome.counters if name.startswith("retries:")]
+
+
+@pytest.mark.covers("D08", "R19")
+def test_who_was_refused_by_a_node_that_another_router_fills_moves_there_when_it_has_room() -> None:
+    """Refusals are no moves, and there is one."""
+    knobs = Knobs(num_routers=2, num_decode=2, num_slots=2, num_blocks=96, step_s=0.4, max_moves=1, reserve_wait_s=0.0)
+    others = tuple(client(number, 1.6, router=1, max_tokens=24) for number in range(1, 4))
+    drain = Fault(2.5, "drain", "decode-0", seconds=0.3)
+    outcome = run_scenario(Scenario(5, knobs, (client(0, max_tokens=90), *others), (drain,)))
+    counters = outcome.counters
+    assert outcome.error is None, outcome.error
+    assert counters["client:finished"] == 4 and counters["moves_refused"] > 1 and counters["moved"]
+    assert counters["drained"] == 1 and not counters["drains cut short"]
