@@ -36,6 +36,7 @@ from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
 from runtime.authority import believing
 from runtime.config import load, own_environment
+from runtime.cores import usable_cores
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, run_async, write_atomically
 from runtime.variables import unread_variables
 
@@ -98,7 +99,7 @@ class _Launcher:
         self._console = console
         self._children: list[ChildProcess] = []
         self._nodes: dict[str, _Node] = {}
-        self._threads = config.threads_by_role(len(os.sched_getaffinity(0)))
+        self._threads = config.threads_by_role(usable_cores())
         environment = environment_of(config, min(self._threads.values(), default=1))
         self._forker = Forker(config.run_dir / "forker.log", environment, self._note_end_of_forker)
         self._cluster: dict[str, Any] = {}  # cluster.json, once it is written

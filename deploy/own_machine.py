@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from runtime.cores import usable_cores
 from runtime.version import versions
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
@@ -43,7 +44,7 @@ def look_at_this_machine(port: int | None) -> Iterator[Finding]:
     yield _open_files()
     if port is not None:
         yield _port(port)
-    yield Finding(OK, "cores", f"{len(os.sched_getaffinity(0))} for this process")
+    yield _cores()
 
 
 def _python() -> Finding:
@@ -72,6 +73,12 @@ def _kernels() -> Finding:
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     hint = "make setup compiles them" if compiler else "there is no C++ compiler either"
     return Finding(WARNING, "kernels", f"none are compiled, nodes compute half as fast: {hint}")
+
+
+def _cores() -> Finding:
+    usable, all_cores = usable_cores(), len(os.sched_getaffinity(0))
+    limit = "" if usable == all_cores else f": its control group may use no more of its {all_cores}"
+    return Finding(OK, "cores", f"{usable} for this process{limit}")
 
 
 def _shared_memory() -> Finding:

@@ -115,7 +115,7 @@ class UpConfig:
     prefill_tp: int | None = knob(None, "the same for prefill nodes; none: as --tp", low=1)
     decode_tp: int | None = knob(None, "the same for decode nodes; none: as --tp", low=1)
     threads: int | None = _of_nodes(
-        "threads that compute; none: the machine's cores, in equal parts for all ranks of all nodes"
+        "threads that compute; none: the cores that it may use here, in equal parts for all ranks of all nodes"
     )
     config: Path | None = (
         None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children

@@ -6,7 +6,6 @@ Imports nothing heavy: `--help` and a wrong flag answer before torch is loaded, 
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Final, Literal
 from engine.reserve import ReservePolicy
 from runtime.advertise import advertise_problem
 from runtime.config import knob
+from runtime.cores import usable_cores
 from runtime.kv_pool_address import read_kv_pool_address
 from runtime.process import is_everywhere
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
@@ -95,7 +95,7 @@ class NodeConfig:
     )
     threads: int | None = knob(
         None,
-        "compute threads, of all ranks together; none: every core (a launcher shares the cores out)",
+        "compute threads, of all ranks together; none: every core that this process may use (a launcher shares them out)",
         low=1,
         high=1024,
     )
@@ -315,4 +315,4 @@ class NodeConfig:
     @property
     def num_threads(self) -> int:
         """Compute threads, the default worked out."""
-        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
+        return self.threads if self.threads is not None else usable_cores()
