@@ -7,6 +7,7 @@ are fenced at every node that can be reached before there is another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from proto import baton_pb2 as pb
 from router.breaker import Breakers
@@ -15,10 +16,12 @@ from router.events import RESCHEDULED, CircuitChanged, NodeRef
 from router.live import LiveRequests
 from router.moves import Moves
 from router.ownership import Verdict, Word, judge
-from router.phases import CommitUnknown, Decoding, MoveDoubted, Moving, Waiting, ends_of
+from router.phases import CommitUnknown, Decoding, MoveDoubted, Moving, Prefilling, Waiting, ends_of
 from router.placement import Draw, Pair
-from router.requests import LiveBranch
+from router.requests import KnownEnd, LiveBranch
 from router.retry import Cost, Over, culprit
+
+_OF_RECEIVERS: Final = (Word.RECEIVER_ERROR, Word.RECEIVER_LOST)
 
 
 def node_lost(node: NodeRef, when: str) -> pb.PDError:
@@ -69,11 +72,17 @@ class AttemptEnds:
                 self._live.leave_prefill(branch, now)
                 self._live.note(branch, "commit_unanswered", branch.attempt, pair.nodes)
                 self._live.enter(branch, CommitUnknown(pair, now + self._config.commit_unknown_grace_s, error), now)
-        elif branch.is_complete:  # its last token was on the way in the error
-            self._live.cancel(branch, now)
-            self._live.finish_when_scored(branch, "stop" if branch.ended_by_stop_token else "length", now)
-        else:
-            self._retry(branch, pair, error, now, may_be_scored=isinstance(branch.phase, Decoding))
+            return
+        # The sender tells them before any end of its attempt, and over the same session.
+        may_be_scored = isinstance(branch.phase, Prefilling | Decoding) and word in _OF_RECEIVERS
+        if branch.is_complete:  # its last token was on the way in the error
+            end = KnownEnd("stop" if branch.ended_by_stop_token else "length", None)
+            if may_be_scored or not branch.awaits_prompt_logprobs:
+                self._live.cancel(branch, now)
+                self._live.finish_when_scored(branch, end.finish_reason, now)
+                return
+            branch.known_end = branch.known_end or end
+        self._retry(branch, pair, error, now, may_be_scored=may_be_scored)
 
     def unscored(self, branch: LiveBranch, pair: Pair, now: float, *, has_drained: bool = False) -> None:
         """The prompt's logprobs have not come, and will not: the prefill node died with them, or its session.

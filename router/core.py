@@ -194,8 +194,7 @@ class RouterCore:
 
     def _on_stopped(self, key: BranchKey, num_tokens: int, now: float) -> None:
         if (branch := self._live.find(key)) is not None:
-            self._live.cancel(branch, now)
-            self._live.finish_when_scored(branch, "stop", now, num_tokens)
+            self._live.stop(branch, num_tokens, now)
 
     # ---------------------------------------------------------------- nodes
 

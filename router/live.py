@@ -19,7 +19,7 @@ from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.node_state import Session
 from router.nodes import NodeTable
-from router.phases import AwaitingPrompt, Decoding, MoveUnknown, Moving, Phase, nodes_of
+from router.phases import AwaitingPrompt, Decoding, MoveUnknown, Moving, Phase, Prefilling, nodes_of
 from router.requests import KnownEnd, LiveBranch
 from router.retry import STATUS
 from router.token_log import Appended
@@ -170,6 +170,14 @@ class LiveRequests:
         elif branch.pair is not None:
             self.leave_nodes(branch, now)
             self.enter(branch, AwaitingPrompt(branch.pair, now + self._config.prompt_logprobs_grace_s), now)
+
+    def stop(self, branch: LiveBranch, num_tokens: int, now: float) -> None:
+        """Its text has a stop string there: nobody goes on with it, but who is about to tell its prompt's logprobs."""
+        if branch.awaits_prompt_logprobs and isinstance(branch.phase, Prefilling):
+            branch.known_end = branch.known_end or KnownEnd("stop", num_tokens)
+        else:
+            self.cancel(branch, now)
+            self.finish_when_scored(branch, "stop", now, num_tokens)
 
     def finish(self, branch: LiveBranch, end: KnownEnd, now: float) -> None:
         """A branch's one result."""
