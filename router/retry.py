@@ -2,7 +2,8 @@
 
 Who was refused for want of room, or by a node that is to end, asks again and pays nothing. Everything else pays from one budget
 (`--preempt-retry-count`). A preemption costs a small part of a retry: the node was short of blocks, nothing is broken, and who is
-patient is served. A budget that is 0 is spent by the first of either kind.
+patient is served; nor does it cost whoever fails later an attempt, for the last failure is paid for with what is left. A budget
+that is 0 is spent by the first of either kind.
 
 Who was on so many nodes when they died (`--max-nodes-lost`) may be what kills them: that is the end, as if the budget were spent. A
 node that is silent, or cut off, is no such node.
@@ -103,8 +104,8 @@ class Tries:
 
     @property
     def retries_left(self) -> int:
-        """Whole ones."""
-        return self._credit // PREEMPTIONS_PER_RETRY
+        """Failures that may be paid for, the last with what is left."""
+        return -(-self._credit // PREEMPTIONS_PER_RETRY)
 
     def succeeded(self, now: float) -> None:
         """A receiver was heard: what fails now is no repetition."""
@@ -141,9 +142,9 @@ class Tries:
         wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
         is_held = cost is Cost.NOTHING or self._config.preempt_retry_exclude_decode or not is_at_decode
         if cost is Cost.RETRY:
-            if self._credit < PREEMPTIONS_PER_RETRY:
+            if self._credit == 0:
                 return Over.SPENT
-            self._credit -= PREEMPTIONS_PER_RETRY
+            self._credit = max(0, self._credit - PREEMPTIONS_PER_RETRY)
             self.failures_in_row += 1
             return Again(cost, wait_s if is_held else None, self._backoff_s(draw))
         if cost is Cost.PART:

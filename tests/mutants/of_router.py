@@ -140,7 +140,7 @@ MUTANTS: Final = (
         "retries-unlimited",
         "A handoff that always breaks is retried until the deadline.",
         "router/retry.py",
-        "            self._credit -= PREEMPTIONS_PER_RETRY\n",
+        "            self._credit = max(0, self._credit - PREEMPTIONS_PER_RETRY)\n",
         "",
         _RETRY,
     ),

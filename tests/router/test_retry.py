@@ -34,6 +34,21 @@ def test_a_router_that_is_told_nothing_follows_three_failures_with_another_attem
     assert [verdict is Over.SPENT for verdict in verdicts] == [False, False, False, True]
 
 
+@pytest.mark.covers("R03", "R07")
+@pytest.mark.parametrize("num_preemptions", [0, 1, 31, 32, 33, 64, 95, 96])
+def test_preemptions_cost_no_failure_its_attempt_before_there_is_one_of_them_for_each_part(
+    num_preemptions: int,
+) -> None:
+    tries, draw = Tries(RouterCoreConfig(preempt_retry_count=3)), Draw(0)
+    for _ in range(num_preemptions):
+        assert isinstance(tries.after(pb.PDError(code=pb.PREEMPTED, retryable=True), True, draw, 0.0), Again)
+    failure, num_paid = pb.PDError(code=pb.TRANSFER_FAILED, retryable=True), 0
+    while isinstance(tries.after(failure, True, draw, 0.0), Again):
+        num_paid += 1
+        assert tries.retries_left == 3 - num_preemptions // PREEMPTIONS_PER_RETRY - num_paid
+    assert num_paid == 3 - num_preemptions // PREEMPTIONS_PER_RETRY
+
+
 @pytest.mark.covers("R03", "R07", "R19")
 @given(
     st.lists(st.tuples(st.sampled_from(CODES), st.booleans(), st.integers(0, 5000), st.booleans()), max_size=60),
@@ -54,7 +69,7 @@ def test_budget_and_waits_are_as_a_plain_count_says(
             assert again is Over.FINAL
             continue
         price = {Cost.NOTHING: 0, Cost.PART: 1, Cost.RETRY: PREEMPTIONS_PER_RETRY}[COST[code]]
-        if spent + price > count * PREEMPTIONS_PER_RETRY:
+        if price and spent >= count * PREEMPTIONS_PER_RETRY:  # the last failure is paid for with what is left
             assert again is Over.SPENT
             continue
         spent += price

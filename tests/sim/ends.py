@@ -92,8 +92,14 @@ class Trials:
         return bool(self.failed or self.preempted)
 
     def have_spent(self, retries: int) -> bool:
-        """Whether so many retries cannot pay for all that has failed."""
-        return PREEMPTIONS_PER_RETRY * len(self.failed) + len(self.preempted) > PREEMPTIONS_PER_RETRY * retries
+        """Whether so many retries cannot pay for all that has failed, in its order, the last failure with what is left."""
+        credit = PREEMPTIONS_PER_RETRY * retries
+        for attempt in range(max((*self.failed, *self.preempted), default=-1) + 1):
+            for price in (PREEMPTIONS_PER_RETRY * (attempt in self.failed), int(attempt in self.preempted)):
+                if price and credit <= 0:
+                    return True
+                credit -= price
+        return False
 
 
 @dataclass(frozen=True, slots=True)
