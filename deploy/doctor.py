@@ -48,7 +48,11 @@ class DoctorConfig:
         "key to show, where the router asks for one; better in the variable, where ps does not show it",
         metavar="KEY",
     )
-    tls_dir: Path | None = knob(None, "directory with the ca.crt that has signed the certificates", metavar="DIR")
+    tls_dir: Path | None = knob(
+        None,
+        "directory with the ca.crt that has signed the certificates, and this host's own, if it has one",
+        metavar="DIR",
+    )
     port: int = knob(8000, "port that a router here is to have: is it free?", low=1, high=65535)
     json: bool = knob(False, "one JSON object instead of lines")
 
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Say what was found; 1 if anything is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(DoctorConfig, "baton doctor", DESCRIPTION, with_url(words))
-    findings = list(look_at_this_machine(None if config.url is not None else config.port))
+    findings = list(look_at_this_machine(None if config.url is not None else config.port, config.tls_dir))
     if config.url is not None:
         try:
             with Pages(config.url, config.api_key, config.tls_dir) as pages, pages.as_we_know_them():

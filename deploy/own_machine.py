@@ -10,11 +10,14 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from kernels.cpu_build import BUILD_DIR, COMPILERS, compiled_variant, is_left_uncompiled, usable_variants
 from runtime.cores import usable_cores
+from runtime.process import why_not_listening
 from runtime.version import versions
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
@@ -23,7 +26,7 @@ NEEDED: Final = ("torch", "numpy", "fastapi", "uvicorn", "grpc", "zmq", "tokeniz
 LEAST_FILES: Final = 256  # a node's links, sessions and pages
 GOOD_FILES: Final = 4096
 GOOD_SHM_BYTES: Final = 64 << 20
-KERNELS: Final = Path(__file__).resolve().parent.parent / "kernels" / "cpu" / "built"
+GOOD_CERTIFICATE_DAYS: Final = 30  # time enough to make others, and to hand them round
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class Finding:
     sentence: str
 
 
-def look_at_this_machine(port: int | None) -> Iterator[Finding]:
-    """`port`: which a router is to have here; None: one runs somewhere already."""
+def look_at_this_machine(port: int | None, tls_dir: Path | None = None) -> Iterator[Finding]:
+    """`port`: which a router is to have here; None: one runs somewhere already. `tls_dir`: of this host's certificates."""
     yield _python()
     yield _packages()
     yield _kernels()
@@ -44,6 +47,8 @@ def look_at_this_machine(port: int | None) -> Iterator[Finding]:
     yield _open_files()
     if port is not None:
         yield _port(port)
+    if tls_dir is not None:
+        yield _certificates(tls_dir)
     yield _cores()
 
 
@@ -67,12 +72,20 @@ def _packages() -> Finding:
 
 
 def _kernels() -> Finding:
-    built = sorted(KERNELS.glob("*.so"))
-    if built:
-        return Finding(OK, "kernels", f"{len(built)} compiled")
-    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    hint = "make setup compiles them" if compiler else "there is no C++ compiler either"
-    return Finding(WARNING, "kernels", f"none are compiled, nodes compute half as fast: {hint}")
+    compiled, usable = compiled_variant(), usable_variants()
+    if compiled is not None and not is_left_uncompiled():
+        return Finding(OK, "kernels", f"compiled for this CPU: {compiled.name}")
+    hint = "make setup, or python -m kernels.cpu_build --here, compiles them"
+    if compiled is not None:
+        told = f"{compiled.name} is compiled, and not what this CPU runs best, {usable[0].name}: {hint}"
+        return Finding(WARNING, "kernels", told)
+    if not usable:
+        return Finding(WARNING, "kernels", "there are none for this kind of CPU: nodes compute several times slower")
+    if not any(map(shutil.which, COMPILERS)):
+        hint = "there is no C++ compiler either"
+    others = any(BUILD_DIR.glob("*.so"))
+    what = "what is there is compiled for other sources, or for another CPU" if others else "none are compiled"
+    return Finding(WARNING, "kernels", f"{what}: nodes compute several times slower; {hint}")
 
 
 def _cores() -> Finding:
@@ -111,6 +124,27 @@ def _port(port: int) -> Finding:
         with socket.create_server(("127.0.0.1", port)):
             return Finding(OK, "port", f"{port} is free")
     except OSError as error:
-        return Finding(
-            WRONG, "port", f"{port} cannot be had on 127.0.0.1: {error.strerror}; give the router another --port"
-        )
+        return Finding(WRONG, "port", why_not_listening(error, "--port", "127.0.0.1", port))
+
+
+def _certificates(directory: Path) -> Finding:
+    """Of a host; an operator's directory may have the authority's alone."""
+    from runtime.certificates import CertificateError, ends_at  # heavy: only who has certificates pays for it
+
+    ends = {}
+    try:
+        for name in ("ca.crt", "tls.crt"):
+            if name == "ca.crt" or (directory / name).exists():
+                ends[name] = ends_at((directory / name).read_bytes(), name)
+    except OSError as error:
+        return Finding(WRONG, "certificates", f"{error.filename}: cannot be read: {error.strerror}")
+    except CertificateError as error:
+        return Finding(WRONG, "certificates", f"{directory}: {error}")
+    name = min(ends, key=lambda each: ends[each])
+    left = ends[name] - datetime.now(UTC)
+    at = f"{ends[name]:%Y-%m-%d %H:%M} UTC"
+    if left < timedelta():
+        return Finding(WRONG, "certificates", f"{directory / name} has ended at {at}")
+    if left < timedelta(GOOD_CERTIFICATE_DAYS):
+        return Finding(WARNING, "certificates", f"{directory / name} ends in {left.days} days, at {at}: make new ones")
+    return Finding(OK, "certificates", f"{directory / name} is good until {at}")

@@ -1,7 +1,7 @@
 """How many cores this process may compute on: those that it may run on, or fewer where its control group may use less of them.
 
-A container whose CPU is limited (docker --cpus, a unit's CPUQuota, Kubernetes' limits) sees all of the machine's cores and may run on
-each, but with threads on all of them it has used up its time early in each period, and stands still for the rest of it.
+A container whose CPU is limited (docker --cpus, CPUQuota of a unit, limits of Kubernetes) sees all of its machine and may run on
+each core, but with threads on all of them it has used up its time early in each period, and stands still for the rest of it.
 Both kinds of control groups (https://docs.kernel.org/admin-guide/cgroup-v2.html, …/scheduler/sched-bwc.html).
 """
 
