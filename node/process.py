@@ -28,7 +28,6 @@ from typing import Final
 
 import uvloop
 import zmq
-from starlette.types import ASGIApp
 
 from connector.choosing import ChoosingTransport, HostMemory, choose_transports
 from connector.kv_store import KvStore
@@ -67,6 +66,7 @@ from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.advertise import known_host, with_port
+from runtime.certificate_watch import watch_certificates
 from runtime.config import log_unread_variables
 from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
@@ -305,14 +305,13 @@ class _NodeProcess:
         port, view = NodePort(first.incarnation.identity.name, first.service), NodeView(*self._shown(first, threads))
         pb_grpc.add_NodeServicer_to_server(port, listeners.grpc.server)
         await listeners.grpc.server.start()
-        http = self._http_server(make_app(view), listeners.http)
+        count = partial(self._measures.add, "refused_http")
+        tls = self._credentials.http_context(partial(count, "tls"))
+        http = HttpServer(make_app(view), listeners.http, tls=tls, on_refused=count)
         tasks.create_task(http.run())
         started.callback(http.stop)
+        watch_certificates(self._credentials, started)
         return port, view
-
-    def _http_server(self, app: ASGIApp, listener: socket.socket) -> HttpServer:
-        count = partial(self._measures.add, "refused_http")
-        return HttpServer(app, listener, tls=self._credentials.http_context(partial(count, "tls")), on_refused=count)
 
     def _start_kv_pool(
         self, post: Callable[[Event], None], tasks: asyncio.TaskGroup, started: AsyncExitStack
@@ -366,9 +365,8 @@ class _NodeProcess:
             rank_pids=engine.rank_pids,
         )
         told = (running.transport.snapshot, running.routers.sessions.snapshot, threads.kv_pool.snapshot)
-        return facts, Sources(
-            incarnation.core, self._counters, self._measures, *told, self._ending, self._is_listed.is_set
-        )
+        ending = (self._ending, self._is_listed.is_set, self._credentials.ends_at)
+        return facts, Sources(incarnation.core, self._counters, self._measures, *told, *ending)
 
     def _entry(self, incarnation: Incarnation, listeners: _Listeners) -> pb.NodeEntry:
         """What the routers are told."""

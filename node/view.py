@@ -25,6 +25,7 @@ from node.measures import Measures
 from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
 from node.sizes import EngineSizes
 from proto import baton_pb2 as pb
+from runtime.certificate_watch import CertificateEnd
 from runtime.process_metrics import ProcessMetrics
 from runtime.version import versions
 
@@ -62,6 +63,7 @@ class Sources:
     kv_pool: Callable[[], Mapping[str, object]]  # its snapshot; empty without one
     ending: Ending
     is_listed: Callable[[], bool]  # whether a registry has ever taken the process
+    certificate_ends_at: Callable[[], float | None]  # as Credentials has it
 
 
 class NodeView(Collector):
@@ -170,6 +172,7 @@ class NodeView(Collector):
         for name, help_text in CODED_COUNTERS.items():
             # 0 before the first one: a rate needs a beginning.
             yield _family(f"baton_node_{name}", help_text, "code", dict.fromkeys(_CODES, 0) | by_code[name])
+        yield from CertificateEnd("node", sources.certificate_ends_at).collect()
         yield from sources.measures.collect()
         yield GaugeMetricFamily(
             "baton_node_kv_pool_staged_blocks",

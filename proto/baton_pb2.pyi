@@ -448,6 +448,7 @@ class WorkerSettings(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     REGISTRY_FIELD_NUMBER: _builtins.int
     PAIR_WAIT_S_FIELD_NUMBER: _builtins.int
+    TELLS_NODES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     config: _builtins.str
     """the router's knobs, as JSON"""
@@ -455,6 +456,8 @@ class WorkerSettings(_message.Message):
     """where nodes announce themselves, for the log"""
     pair_wait_s: _builtins.float
     """how long a pair of nodes is awaited before connections are taken"""
+    tells_nodes: _builtins.bool
+    """also of those in Redis"""
     def __init__(
         self,
         *,
@@ -462,10 +465,11 @@ class WorkerSettings(_message.Message):
         config: _builtins.str = ...,
         registry: _builtins.str = ...,
         pair_wait_s: _builtins.float = ...,
+        tells_nodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "index", b"index", "pair_wait_s", b"pair_wait_s", "registry", b"registry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "index", b"index", "pair_wait_s", b"pair_wait_s", "registry", b"registry", "tells_nodes", b"tells_nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

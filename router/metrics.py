@@ -21,6 +21,7 @@ from router.events import RESCHEDULED
 from router.node_gauges import node_families, node_text
 from router.retry import COST, Cost
 from router.waiting import KINDS
+from runtime.certificate_watch import CertificateEnd
 from runtime.http_protocol import REASONS
 from runtime.process_metrics import ProcessMetrics
 
@@ -240,6 +241,10 @@ class RouterMetrics:
     def turned_away(self, reason: str) -> None:
         """Somebody was refused before any node heard of it."""
         self._turned_away[reason].inc()
+
+    def show_certificates(self, ends_at: Callable[[], float | None]) -> None:
+        """Say from now on when this host's end."""
+        self._registry.register(CertificateEnd("router", ends_at))
 
     def refused_grpc(self, number: int = 1) -> None:
         """Connections to the registry were refused."""

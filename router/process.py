@@ -46,6 +46,7 @@ from router.streaming import LAST_WRITE_S
 from router.text import ModelText
 from router.worker_pages import own_page
 from runtime.advertise import with_port
+from runtime.certificate_watch import watch_certificates
 from runtime.collecting import collect_at_rest
 from runtime.config import log_unread_variables
 from runtime.credentials import Credentials, CredentialsError
@@ -122,6 +123,7 @@ async def _serve(
             started.push_async_callback(tracing.close)
         shell = make_shell(config, text, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
+        shell.metrics.show_certificates(credentials.ends_at)
         registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
         all_workers = None if worker is None else AllWorkers(worker.index, config.workers, worker.page_of_all)
@@ -186,7 +188,9 @@ async def _find_nodes(
     """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
     if worker is not None:
         await worker.open(shell, shell.metrics, partial(own_page, shell), started)
-        return worker.registry
+        if worker.is_told_nodes:
+            return worker.registry
+    watch_certificates(credentials, started)
     if config.registry != EMBEDDED:
         return await read_registry(config, shell, shell.metrics.count_registry, started)
     return await embed_registry(config, shell, credentials, shell.metrics.refused_grpc, started)

@@ -29,6 +29,7 @@ from runtime.config import from_json, set_grpc_environment
 from runtime.listing import Listed, Missed, Unlisted
 from runtime.logs import log_event
 from runtime.process import end_process
+from runtime.redis_address import EMBEDDED
 from runtime.registry_server import RegistryHandler, report
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -57,6 +58,8 @@ class WorkerEnd:
         self.config = from_json(RouterConfig, settings.config)
         self.registry = settings.registry
         self.pair_wait_s = settings.pair_wait_s
+        # A parent of an older version, whose package was replaced under it, reads no Redis for its workers.
+        self.is_told_nodes = settings.tells_nodes or self.config.registry == EMBEDDED
         self._end = end
         self._link: WorkerLink[pb.ToWorker, pb.FromWorker] | None = None
         self._handler: RegistryHandler | None = None

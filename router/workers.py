@@ -36,6 +36,7 @@ from router.process import (
 from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
 from router.worker_pulse import BEAT_S, MOST_UNANSWERED, Pulse
 from runtime.alarm import Alarm
+from runtime.certificate_watch import watch_certificates
 from runtime.config import child_environment, to_json
 from runtime.credentials import Credentials, CredentialsError
 from runtime.logs import log_event, set_up_logging
@@ -121,6 +122,7 @@ class _Parent:
         stopped.add_done_callback(lambda first: self._perform(self._pool.stop(first.result(), self._loop.time())))
         async with AsyncExitStack() as started:
             self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
+            watch_certificates(self._credentials, started)
             self._registry = await self._find_nodes(started)
             self._go(self._beat(), "pulse of the workers")
             self._perform(self._pool.begin(self._loop.time()))
@@ -188,7 +190,7 @@ class _Parent:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
         mine = replace(self._config, parent_pid=os.getpid(), ready_file=None)
-        settings = pb.WorkerSettings(index=index, config=to_json(mine), registry=self._registry)
+        settings = pb.WorkerSettings(index=index, config=to_json(mine), registry=self._registry, tells_nodes=True)
         if self._pool.is_announced and self._relay.knows_nodes:  # connections are the others' meanwhile
             settings.pair_wait_s = max(self._config.no_nodes_grace_s, _MIN_PAIR_WAIT_S)
         link.send(pb.ToWorker(settings=settings))

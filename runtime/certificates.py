@@ -91,6 +91,17 @@ def ends_at(certificate: bytes, what: str = "tls.crt") -> datetime.datetime:
     return _load(certificate, what).not_valid_after_utc
 
 
+def earliest_end(ca: bytes, certificate: bytes) -> datetime.datetime:
+    """When this host's certificate is good no more, in UTC: with its own end, or that of what has signed it.
+
+    Of several authorities in `ca` that may have, while one follows another, the last to end.
+    """
+    chain = _load_all(certificate, "tls.crt")
+    signers = [each for each in _load_all(ca, "ca.crt") if _has_signed(each, chain[-1])]
+    ends = [each.not_valid_after_utc for each in chain]
+    return min([*ends, *([max(each.not_valid_after_utc for each in signers)] if signers else [])])
+
+
 def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> None:
     """Raise CertificateError if the authority has not signed it, the key is another's, it is out of date, not for `host`, or not
     for both directions, or if gRPC's TLS takes no such key: it says of a handshake only that it failed.

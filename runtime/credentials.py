@@ -49,6 +49,7 @@ class TlsFiles:
     ca: bytes
     certificate: bytes
     key: bytes
+    ends_at: float  # of certificate or authority, in Unix time
 
     def server_configuration(self) -> grpc.ServerCertificateConfiguration:
         """What gRPC's servers show and ask for."""
@@ -84,6 +85,11 @@ class Credentials:
     def scheme(self) -> str:
         """Of this process's HTTP."""
         return "https" if self.is_encrypted else "http"
+
+    def ends_at(self) -> float | None:
+        """When this host's certificate ends, or its authority's where that is earlier, in Unix time; None: there is none."""
+        files = self._current()
+        return None if files is None else files.ends_at
 
     def channel(self, address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
         """A channel to another process of the cluster."""
@@ -181,11 +187,12 @@ def _read(directory: Path, host: str | None) -> TlsFiles:
             content.append((directory / name).read_bytes())
         except OSError as error:
             raise CredentialsError(f"--tls-dir {directory}: {name} cannot be read: {error.strerror}") from None
-    files = TlsFiles(*content)
-    from runtime.certificates import check_pair  # heavy: only who has certificates pays for it
+    ca, certificate, key = content
+    from runtime.certificates import check_pair, earliest_end  # heavy: only who has certificates pays for it
 
     try:
-        check_pair(files.ca, files.certificate, files.key, host)
+        check_pair(ca, certificate, key, host)
+        files = TlsFiles(ca, certificate, key, earliest_end(ca, certificate).timestamp())
     except ValueError as error:
         raise CredentialsError(f"--tls-dir {directory}: {error}") from None
     _shake_hands(directory)

@@ -72,7 +72,8 @@ def seen(
     )
     core, ending = LoadedCore(), Ending(25.0, role, frozenset())
     ending.take_up(core)
-    return facts, Sources(core, counters, measures, moved, lambda: {"peers": {}}, dict, ending, lambda: True)
+    pages = (lambda: {"peers": {}}, dict, ending, lambda: True, lambda: 1.8e9)
+    return facts, Sources(core, counters, measures, moved, *pages)
 
 
 def samples_of(text: str) -> dict[tuple[str, ...], float]:

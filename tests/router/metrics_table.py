@@ -42,6 +42,7 @@ def used_metrics() -> list[Metric]:
     metrics.choice_finished("stop", None)
     metrics.request_ended("stop", 1.0, 1)
     metrics.turned_away("no_key")
+    metrics.show_certificates(lambda: 1.0)
     metrics.client_asked("x")
     metrics.client_used("x", "prompt", 1)
     return metrics.families()

@@ -23,6 +23,7 @@ from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
+from runtime.credentials import Credentials
 from tests.e2e.cluster import BATON, Cluster, started_cluster
 from tests.e2e.engine_alone import engine_alone
 from tests.security.strangers import GARBAGE, members_context, say, stranger_channels
@@ -198,6 +199,13 @@ def test_an_operator_with_a_certificate_drains_a_node_and_one_without_is_told(cl
     done = subprocess.run([*command, "--tls-dir", str(ours)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"baton drain: {name} has drained\n")
+
+
+@pytest.mark.covers("X03")
+def test_router_and_nodes_say_when_their_certificates_end(cluster: Cluster, ours: Path) -> None:
+    ends_at = Credentials(ours).ends_at()
+    for metrics in (cluster.metrics(), *map(cluster.metrics, cluster.nodes)):
+        assert metrics["certificate_ends_seconds"] == ends_at
 
 
 def refused_grpc(cluster: Cluster) -> list[float]:
