@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from decode_node.moving import MoveState
 from engine.block_pool import BlockCounts, BlockState
 from mixed_node.core import MAX_HELD
 from prefill_node.fetching import MAX_FETCHES, MAX_LOOKS, POOL_SHARE
@@ -27,6 +28,7 @@ _MAX_NEXT_S = 700.0  # nothing is set for later than the longest request and its
 _COUNTED: Final = (BlockState.FREE, BlockState.CACHED, BlockState.USED, BlockState.LEASED, BlockState.QUARANTINED)
 MAX_HOSTS: Final = 11  # of a scenario: three routers, and eight nodes
 _WORK: Final = ("attempts", "branches", "blocks_of_leases", "local_branches")  # of a core: whatever ends by itself
+_SLOTLESS: Final = (MoveState.HELD, MoveState.YIELDED, MoveState.SURRENDERED)
 MAX_UNANSWERED: Final = 512  # a call ends by its time limit, and so many clients there are not
 MAX_EVENTS_WAITING: Final = 1000
 
@@ -136,13 +138,17 @@ def check_what_is_touched(node: SimNode, states: tuple[BlockState, ...]) -> None
 
 
 def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
-    """Every queue of a node is bounded. What was preempted on a mixed node waits there, beside those that took its slot."""
+    """Every queue of a node is bounded. What was preempted is beside those that took its slot: on a mixed node it waits there, on
+    another one it is kept for the node that it may go to."""
     limits, is_mixed = node.limits, node.role == pb.ROLE_MIXED
+    moving = state.get("branches_moving", {})
+    assert isinstance(moving, dict)
+    num_slotless = sum(moving.get(each.name, 0) for each in _SLOTLESS)
     most_local = node.num_slots + limits.max_attempts
     bounds = {
         "attempts": limits.max_attempts,
         "fences": (3 if is_mixed else 1) * limits.max_fences,
-        "branches": 2 * node.num_slots if is_mixed else node.num_slots,
+        "branches": 2 * node.num_slots if is_mixed else node.num_slots + num_slotless,
         "local_branches": most_local,
         "waiting_reserves": limits.max_waiting_reserves,
         "links": 2 * MAX_HOSTS,

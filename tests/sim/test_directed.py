@@ -97,3 +97,19 @@ def test_who_was_refused_by_a_node_that_another_router_fills_moves_there_when_it
     assert outcome.error is None, outcome.error
     assert counters["client:finished"] == 4 and counters["moves_refused"] > 1 and counters["moved"]
     assert counters["drained"] == 1 and not counters["drains cut short"]
+
+
+@pytest.mark.covers("D10")
+def test_who_gave_way_is_kept_for_another_node_beside_those_that_have_all_slots() -> None:
+    """Its link is slow: the Commit is on its way while somebody else has its slot."""
+    sizes = {"num_blocks": 14, "max_model_len": 48, "reserve_policy": "none", "reserves_for_running": False}
+    gives_way = {"preempt_move_s": 5.0, "max_moves": 1000, "step_s": 0.02}
+    knobs = Knobs(**sizes, **gives_way, num_routers=2, num_decode=2, num_slots=3)  # type: ignore[arg-type]
+    prompts = [tuple((number * 7 + at + 5) % 11 for at in range(10)) for number in range(10)]
+    clients = tuple(
+        client(number, 1.0 + 0.1 * number, router=number % 2, prompt=prompt, max_tokens=34)
+        for number, prompt in enumerate(prompts)
+    )
+    outcome = run_scenario(Scenario(5, knobs, clients, (Fault(1.2, "slow", "decode-0", "decode-1", 6.0),)))
+    assert outcome.error is None, outcome.error
+    assert outcome.counters["client:finished"] == len(clients) and outcome.counters["moved"]
