@@ -30,6 +30,9 @@ from runtime.registry_record import decode_gone, decode_record, encode_record, i
 from runtime.session import Peer
 
 CALL_TIMEOUT_S: Final = 0.5
+# The first call on a connection has up to eight round trips: TCP, TLS, AUTH, SELECT, and a script that the server has not heard.
+# To be reached at all it has no more time than any call: where packets vanish, who waits is back no later than who tries again.
+FIRST_CALL_TIMES: Final = 4
 # What redis-py makes of answers that are not Redis's.
 _OF_WHO_SPEAKS_SOMETHING_ELSE: Final = (
     TypeError,
@@ -65,7 +68,7 @@ class RedisStore:
         self._url = url
         self._keys = [f"baton:{{{namespace}}}:{key}" for key in _KEYS]  # in braces: one slot, should Redis be a cluster
         self._ttl_ms = round(ttl_s * 1000)
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # of one call; FIRST_CALL_TIMES as long for the first on a connection
         self._client: Redis | None = None
         self._read: dict[bytes, pb.NodeEntry] = {}  # by record: what it said when it was there last
 
@@ -133,11 +136,13 @@ class RedisStore:
                     await client.aclose()
 
     async def _run(self, script: str, *arguments: str | int | bytes, is_reader: bool = False) -> object:
+        bound_s = self._timeout_s
         if self._client is None:
-            self._client = _client(self._url)
+            self._client = _client(self._url, self._timeout_s)
+            bound_s *= FIRST_CALL_TIMES
         keys = self._keys if is_reader else self._keys[:_NUM_HOLDERS]
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(bound_s):
                 answer: object = await self._client.register_script(script)(keys, (self._ttl_ms, *arguments))
         except (RedisError, OSError, *_OF_WHO_SPEAKS_SOMETHING_ELSE) as error:
             await self.hang_up()
@@ -155,16 +160,16 @@ def _word_for(error: Exception) -> str:
     return type(error).__name__ + (f":{code[0]}" if code else "")
 
 
-def _client(url: str) -> Redis:
+def _client(url: str, connect_timeout_s: float) -> Redis:
     """Connects when first used. Tries once: the caller knows when to try again.
 
-    Its own timeouts are off, ours are around each call: with one it sends by asyncio.wait_for, which before Python 3.12 can lose
-    a cancellation (python/cpython#86296), and who is cancelled then runs on for ever.
+    Its own timeout of calls is off, ours are around each: with one it sends by asyncio.wait_for, which before Python 3.12 can lose
+    a cancellation (python/cpython#86296), and who is cancelled then runs on for ever. That of connecting is asyncio.timeout.
     """
     client: Redis = Redis.from_url(
         url,
         socket_timeout=None,
-        socket_connect_timeout=None,
+        socket_connect_timeout=connect_timeout_s,
         retry=Retry(NoBackoff(), 0),
         protocol=2,  # spoken by every version
     )

@@ -130,13 +130,13 @@ class RegistryClient:
             self._tasks.append(task)
 
     async def announce(self) -> None:
-        """Tell everybody of a changed entry now, and wait for their word; bounded by one call's timeout, whoever is down."""
+        """Tell everybody of a changed entry now, and wait for their word; bounded by a first call's timeout, whoever is down."""
         await self._stop()
         await asyncio.gather(*(self._repeat(registry) for registry in self._registries))
         self.start()
 
     async def deregister(self) -> None:
-        """Register no more and say goodbye everywhere; bounded by one call's timeout, whoever is down."""
+        """Register no more and say goodbye everywhere; bounded by a first call's timeout, whoever is down."""
         await self._stop()
         await asyncio.gather(*(self._say_goodbye(registry) for registry in self._registries))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,37 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
             with pytest.raises(RegistryUnreachable) as failure:
                 registered(url)
             assert why_no_redis(str(failure.value)) == sentence
+
+
+async def delayed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    """Hand on what comes, so much later."""
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            await asyncio.sleep(delay_s)
+            writer.write(data)
+    writer.close()
+
+
+@pytest.mark.covers("R13")
+def test_a_redis_with_a_seventh_of_a_second_of_round_trip_is_written_and_read(tmp_path: Path) -> None:
+    """Half a second was for connecting, the password, the database and the script together: it was down for ever."""
+
+    async def scenario(redis: RedisServer) -> None:
+        async def hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            theirs_in, theirs_out = await asyncio.open_connection("127.0.0.1", redis.port)
+            await asyncio.gather(delayed(reader, theirs_out, 0.07), delayed(theirs_in, writer, 0.07))
+
+        async with await asyncio.start_server(hand_on, "127.0.0.1", 0) as proxy:
+            url = f"redis://:{ENCODED}@127.0.0.1:{proxy.sockets[0].getsockname()[1]}/3"
+            writing, reading = RedisStore(url, "test", TTL_S), RedisStore(url, "test", TTL_S)
+            for _ in range(2):
+                assert await writing.register(entry()) == ""
+                assert [row.entry.node.name for row in (await reading.read()).rows] == ["decode-0"]
+            await writing.hang_up()
+            await reading.hang_up()
+
+    with started_redis(tmp_path, "--requirepass", PASSWORD, url=f"redis://:{ENCODED}@127.0.0.1:{{port}}/3") as redis:
+        asyncio.run(scenario(redis))
 
 
 @pytest.mark.covers("R13")
