@@ -32,7 +32,7 @@ from runtime.session import Peer
 CALL_TIMEOUT_S: Final = 0.5
 # The first call on a connection has up to eight round trips: TCP, TLS, AUTH, SELECT, and a script that the server has not heard.
 # To be reached at all it has no more time than any call: where packets vanish, who waits is back no later than who tries again.
-FIRST_CALL_TIMES: Final = 4
+FIRST_CALL_TIMEOUT_S: Final = 2.0
 # What redis-py makes of answers that are not Redis's.
 _OF_WHO_SPEAKS_SOMETHING_ELSE: Final = (
     TypeError,
@@ -68,7 +68,7 @@ class RedisStore:
         self._url = url
         self._keys = [f"baton:{{{namespace}}}:{key}" for key in _KEYS]  # in braces: one slot, should Redis be a cluster
         self._ttl_ms = round(ttl_s * 1000)
-        self._timeout_s = timeout_s  # of one call; FIRST_CALL_TIMES as long for the first on a connection
+        self._timeout_s = timeout_s  # of one call; the first on a connection has FIRST_CALL_TIMEOUT_S at least
         self._client: Redis | None = None
         self._read: dict[bytes, pb.NodeEntry] = {}  # by record: what it said when it was there last
 
@@ -139,7 +139,7 @@ class RedisStore:
         bound_s = self._timeout_s
         if self._client is None:
             self._client = _client(self._url, self._timeout_s)
-            bound_s *= FIRST_CALL_TIMES
+            bound_s = max(bound_s, FIRST_CALL_TIMEOUT_S)
         keys = self._keys if is_reader else self._keys[:_NUM_HOLDERS]
         try:
             async with asyncio.timeout(bound_s):
