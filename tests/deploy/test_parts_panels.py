@@ -16,6 +16,7 @@ from router.timelines import Timelines
 
 IDLE: Final = {
     "queued": 0,
+    "completion_tokens": 0,
     "live_requests": 0,
     "nodes": {},
     "circuits": {},
