@@ -183,10 +183,15 @@ class Planner:
         return new_block_ids
 
     def _admit(self) -> Sequence | None:
-        """Give the head of the queue a slot and its cached prefix, if there is room for it, and for those who run first."""
+        """Give the head of the queue a slot and its cached prefix, if there is room for it, and for those who run first.
+
+        And if nobody is about to have computed most of it: of several choices of a request the first computes the prompt.
+        """
         population = self._population
         waiting = next(iter(population.waiting.values()), None)
         if waiting is None or self.is_short or self._slots.num_free < 1 or population.num_preempting:
+            return None
+        if self._room.is_coming(waiting.spec, self._slots):
             return None
         granted = self._room.admit(waiting.spec, self._slots)
         if granted is None:

@@ -54,13 +54,31 @@ class Room:
             num_reserved = self.reserve.num_blocks(np.concatenate((growing, newcomers)))
         return num_blocks + num_prompt + num_reserved <= self._pool.num_available
 
+    def _max_matched(self, spec: SequenceSpec) -> int:
+        return 0 if spec.sampling.prompt_logprobs else (len(spec.token_ids) - 1) // self.block_size
+
+    def is_coming(self, spec: SequenceSpec, slots: Slots) -> bool:
+        """Whether who runs computes half or more of the blocks that the prefix cache lacks of a newcomer, in steps that are planned
+        and not read: it had better wait for those than compute the same beside them."""
+        most = min(self._max_matched(spec), len(spec.block_keys))
+        num_found = len(self._cache.match(spec.block_keys, most))
+        if num_found == most:
+            return False
+        index = num_found + (most - num_found - 1) // 2  # a key names all that is before its block, too
+        end = (index + 1) * self.block_size
+        is_unread = (slots.num_computed < end) & (slots.num_planned >= end)
+        is_computing = slots.is_running() & is_unread & (slots.num_computed <= slots.begins)
+        return any(
+            slots[slot].spec.block_keys[index : index + 1] == (spec.block_keys[index],)
+            for slot in is_computing.nonzero()[0].tolist()
+        )
+
     def admit(self, spec: SequenceSpec, slots: Slots) -> tuple[list[int], int] | None:
         """The blocks of its cached prefix and what is promised on top; None, and no change, if there is no room."""
         # At least the last token is computed: its logits are what the first sampled token is drawn from. Every token of a
         # prompt whose logprobs are wanted is: a cached block has KV, but no logits.
         wants_prompt = spec.sampling.prompt_logprobs
-        max_matched = 0 if wants_prompt else (len(spec.token_ids) - 1) // self.block_size
-        matched = self._cache.acquire_match(spec.block_keys, max_matched)
+        matched = self._cache.acquire_match(spec.block_keys, self._max_matched(spec))
         is_to_limit = self.promises_growth or spec.lends
         num_total = spec.num_blocks_at_limit(self.block_size) if is_to_limit else self._num_blocks(spec)
         num_needed = num_total - len(matched)

@@ -14,7 +14,7 @@ from tests.cores.mixed import Mixed
 from tests.cores.moving_world import MovingWorld, decode_nodes, dispatch_of
 from tests.cores.nodes import Decode
 
-NUM_SEEDS = 120
+NUM_SEEDS = 140
 
 
 @pytest.mark.covers("D10", "D08", "H05", "H06", "H07", "Q02", "P08", "W01", "W09")

@@ -70,6 +70,26 @@ def test_the_next_step_is_planned_before_the_results_of_the_last_one_are_read() 
     assert depths == [2, 2, 2, 1]
 
 
+@pytest.mark.covers("P02")
+@pytest.mark.parametrize("max_batched_tokens", [8, 32, 64])
+def test_of_sequences_with_one_prompt_the_first_computes_it_and_the_others_find_it(max_batched_tokens: int) -> None:
+    sizes = Sizes(num_blocks=64, block_size=4, num_slots=8, max_batched_tokens=max_batched_tokens, max_model_len=48)
+    node = CheckedNode(sizes)
+    specs = [make_spec(index, list(range(30)), 4, sizes, seed=index) for index in range(6)]
+    tokens = LocalEngine(node.scheduler, node.runner).generate(specs)
+    assert tokens == {spec.sequence_id: right_answer(spec, sizes.vocab_size) for spec in specs}
+    assert node.scheduler.num_prompt_tokens == 30 + 5 * 2, "of the others two tokens each, behind the last full block"
+
+
+def test_who_has_little_in_common_with_what_is_computed_waits_for_nobody() -> None:
+    sizes = Sizes(num_blocks=64, block_size=4, num_slots=8, max_batched_tokens=64, max_model_len=48)
+    node = CheckedNode(sizes)
+    for index in range(2):
+        node.scheduler.submit(make_spec(index, [*range(8), *[40 + index] * 20], 4, sizes))
+    plan = node.scheduler.plan()
+    assert plan is not None and len(plan.chunks) == 2
+
+
 def test_a_batch_with_one_impossible_sequence_runs_nothing() -> None:
     node = CheckedNode(Sizes())
     specs = [make_spec("a", [1], 1, node.sizes), make_spec("b", [1] * 64, 1, node.sizes)]

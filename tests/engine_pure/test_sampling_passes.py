@@ -123,9 +123,9 @@ def test_only_what_a_slot_needs_is_told_to_it() -> None:
     penalty = SamplingParams(0.0, 0, frequency_penalty=0.5)
     telling = SamplingParams(0.0, 0, prompt_logprobs=True)
     for name, sampling in enumerate((SamplingParams(0.0, 0), penalty, telling)):
-        node.submit(spec_of(str(name), [3, 4, 5], [6, 0], 4, sampling))
+        node.submit(spec_of(str(name), [3, 4, name], [6, 0], 4, sampling))
     plan = node.plan()
     assert plan is not None
     told = [(start.prompt_token_ids, start.generated_token_ids) for start in plan.starts]
-    assert told == [((), ()), ((3, 4, 5), (6, 0)), ((3, 4, 5), ())]
+    assert told == [((), ()), ((3, 4, 1), (6, 0)), ((3, 4, 2), ())]
     node.run_to_the_end()
