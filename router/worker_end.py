@@ -3,7 +3,9 @@
     listening socket  inherited: every worker takes connections from the same queue, so who hangs or dies keeps nobody waiting
     nodes             told by the parent, who has the registry, or reads it in Redis: so a successor hears at once what is known
     pages             of all workers, whoever is asked (worker_pages.py): the parent asks the others
-    limits of keys    what one worker lets a client have, the others hear of
+    limits of keys    what one worker lets a client have, the others hear of, some milliseconds of it in one message
+
+A parent that reads nothing (it was stopped, say) is asked nothing and told nothing until it does: what clients had is summed up.
 
 `python -m router.worker_end LISTENER LINK`, two inherited descriptors; started by workers.py and by nobody else.
 """
@@ -18,11 +20,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Final, Protocol
 
 from proto import baton_pb2 as pb
 from router.config import RouterConfig
-from router.rate_limit import Taken
+from router.rate_limit import Taken, What
 from router.worker_link import WorkerLink, read_blocking
 from runtime.collecting import loading
 from runtime.config import from_json, set_grpc_environment
@@ -36,6 +39,8 @@ from runtime.session_driver import surface
 
 _LOG: Final = logging.getLogger(__name__)
 _PAGES_S: Final = 3.0  # for the parent to answer, which itself gives the others a second
+_TELL_S: Final = 0.015  # what clients had in it is told at once: each message is work for every worker
+_MOST_UNREAD_BYTES: Final = 1 << 20  # that wait for the parent; beyond it what can wait does
 
 
 class Counts(Protocol):
@@ -66,6 +71,7 @@ class WorkerEnd:
         self._own_page: Callable[[str], str] = str
         self._counts: Counts | None = None
         self._hear: Callable[[Taken], None] = _nobody
+        self._untold: dict[tuple[str, What], Taken] = {}  # by client and kind
         self._questions: dict[int, asyncio.Future[dict[int, str]]] = {}
         self._num_questions = 0
         self._waiting: dict[str, asyncio.Task[dict[int, str]]] = {}  # by page: who has not asked yet
@@ -85,16 +91,37 @@ class WorkerEnd:
         task.add_done_callback(surface)
         started.callback(self._link.close)
         started.callback(task.cancel)
+        started.callback(self._tell_all)
 
     def say_up(self) -> None:
         """Connections are taken."""
         self._send(pb.FromWorker(up=True))
 
     def tell(self, taken: Taken) -> None:
-        """Let the other workers know what a client has had here."""
-        is_tokens = taken.what == "tokens"
-        told = pb.ClientTook(name=taken.name, tokens=is_tokens, amount=taken.amount, limit=taken.limit)
-        self._send(pb.FromWorker(took=told))
+        """Let the other workers know soon what a client has had here."""
+        if not self._untold:
+            asyncio.get_running_loop().call_later(_TELL_S, self._tell_if_read)
+        key = taken.name, taken.what
+        before = self._untold.get(key)
+        self._untold[key] = taken if before is None else replace(taken, amount=before.amount + taken.amount)
+
+    def _tell_if_read(self) -> None:
+        if self._is_unread:
+            asyncio.get_running_loop().call_later(_TELL_S, self._tell_if_read)
+        else:
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for taken in self._untold.values():
+            is_tokens = taken.what == "tokens"
+            told = pb.ClientTook(name=taken.name, tokens=is_tokens, amount=taken.amount, limit=taken.limit)
+            self._send(pb.FromWorker(took=told))
+        self._untold.clear()
+
+    @property
+    def _is_unread(self) -> bool:
+        """The parent has more to read than may wait for it."""
+        return self._link is not None and self._link.num_unread > _MOST_UNREAD_BYTES
 
     def on_taken(self, hear: Callable[[Taken], None]) -> None:
         """Have `hear` called with what they tell."""
@@ -127,6 +154,9 @@ class WorkerEnd:
     async def _ask(self, page: str) -> dict[int, str]:
         self._num_questions += 1
         question, text = self._num_questions, self._own_page(page)
+        if self._is_unread:
+            log_event(_LOG, logging.WARNING, "page_of_one_worker_only", worker=self.index)
+            return {self.index: text}
         answer: asyncio.Future[dict[int, str]] = asyncio.get_running_loop().create_future()
         self._questions[question] = answer
         self._send(pb.FromWorker(want_page=pb.WorkerPage(question=question, page=page, text=text)))

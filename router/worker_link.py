@@ -51,11 +51,20 @@ class WorkerLink(Generic[In, Out]):
         reader, writer = await asyncio.open_connection(sock=end, limit=_LIMIT)
         return cls(parse, reader, writer, on_hung)
 
+    @property
+    def num_unread(self) -> int:
+        """Bytes that lie in our memory."""
+        return self._writer.transport.get_write_buffer_size()
+
     def send(self, message: Out) -> None:
         """Say something; without effect once the other process has gone, or hangs."""
+        self.write(framed(message))
+
+    def write(self, content: bytes) -> None:
+        """The same of a message as it travels, for who tells several."""
         if self._writer.is_closing():
             return
-        unread = self._writer.transport.get_write_buffer_size()
+        unread = self.num_unread
         num_read, before = self._num_written - unread, self._num_read
         self._num_read = num_read
         if unread <= _MOST_UNREAD_BYTES or self._on_hung is None:
@@ -66,7 +75,6 @@ class WorkerLink(Generic[In, Out]):
             self._writer.transport.abort()
             self._on_hung(unread)
             return
-        content = framed(message)
         self._num_written += len(content)
         self._writer.write(content)
 

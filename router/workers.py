@@ -33,6 +33,7 @@ from router.process import (
     read_registry,
     warn_of_what_is_missing,
 )
+from router.worker_link import framed
 from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
 from router.worker_pulse import BEAT_S, MOST_UNANSWERED, Pulse
 from runtime.alarm import Alarm
@@ -254,9 +255,10 @@ class _Parent:
                 case "page":
                     self._answered(index, message.page)
                 case "took":
+                    content = framed(pb.ToWorker(took=message.took))
                     for other, its_link in self._relay.links.items():
                         if other != index:
-                            its_link.send(pb.ToWorker(took=message.took))
+                            its_link.write(content)
 
     def _tell_later_news(self, link: Link) -> None:
         for news in self._relay.later_news():

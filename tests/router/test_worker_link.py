@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from proto import baton_pb2 as pb
-from router import worker_link
+from router import worker_end, worker_link
 from router.config import RouterConfig
+from router.rate_limit import Taken
 from router.worker_end import WorkerEnd
 from router.worker_link import WorkerLink
 from runtime.config import to_json
@@ -138,6 +140,41 @@ def test_however_many_ask_for_a_page_the_parent_is_asked_once_and_once_more_for_
             assert {tuple(each.items()) for each in await asyncio.gather(*first)} == {((0, "page 1"),)}
             assert {tuple(each.items()) for each in await asyncio.gather(*later)} == {((0, "page 2"),)}
             assert not end.num_remembered, "clients name pages as they like"
+
+    asyncio.run(run())
+
+
+def test_what_clients_have_in_some_milliseconds_is_told_as_one_sum_and_waits_for_a_parent_that_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each was a message, which the parent made anew for every worker, and what it did not read lay in a worker's memory."""
+    monkeypatch.setattr(worker_end, "_MOST_UNREAD_BYTES", 1 << 16)
+    num_clients, num_rounds = 1000, 40
+
+    async def run() -> None:
+        parents, workers = socket.socketpair()
+        parents.sendall(
+            worker_link.framed(pb.ToWorker(settings=pb.WorkerSettings(config=to_json(RouterConfig(model=Path("m"))))))
+        )
+        async with AsyncExitStack() as started:
+            end = WorkerEnd(started.enter_context(socket.socket()), workers)
+            await end.open(Nobody(), Uncounted(), str, started)
+            for _ in range(num_rounds):
+                for number in range(num_clients):
+                    end.tell(Taken(f"client-{number}", "tokens", 3, 1000))
+                    end.tell(Taken(f"client-{number}", "tokens", 4, 1000))
+                end.tell(Taken("client-0", "requests", 1, 10))
+                await asyncio.sleep(0.02)
+            had, num_messages = Counter[tuple[str, bool]](), 0
+            parent = await WorkerLink[pb.FromWorker, pb.ToWorker].opened(pb.FromWorker.FromString, parents)
+            started.callback(parent.close)
+            while had["client-0", True] < 7 * num_rounds or had["client-0", False] < num_rounds:
+                message = await parent.read()
+                assert message is not None and message.took.limit == (1000 if message.took.tokens else 10)
+                had[message.took.name, message.took.tokens] += message.took.amount
+                num_messages += 1
+            assert had["client-0", True] == 7 * num_rounds and had["client-0", False] == num_rounds, "nothing is lost"
+            assert num_messages < num_rounds * num_clients / 2
 
     asyncio.run(run())
 
