@@ -199,7 +199,6 @@ def test_drawn_requests_streamed_and_whole_say_what_one_engine_alone_says(
             texts += choice["text"].removeprefix(expected.prompt_text)
         num_prompt = sum(len(each.prompt_ids) for each in of_body[:: body["n"]])
         num_completion = sum(len(choice["completion_token_ids"]) for choice in answer["choices"])
-        assert 0 <= answer["usage"].pop("prompt_tokens_details")["cached_tokens"] < num_prompt
         assert answer["usage"] == {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
