@@ -8,6 +8,7 @@ A model may have several, of which `default` is for conversations and `tool_use`
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,9 @@ _FAULTS: Final = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
     RecursionError,
 )
+
+
+_MARK: Final = "\ue000{}\ue001"  # of private use, with a number that makes it one that nobody has said
 
 
 class ModelDirectoryError(ValueError):
@@ -86,8 +90,7 @@ class ChatTemplate:
         `kwargs`: what the client tells the template besides; one that has no word for it says nothing of it.
         """
         template = self._with_tools if tools or any(map(_is_of_tools, messages)) else self._plain
-        told: dict[str, Any] = {"documents": None, **kwargs, "tools": tools or None, **more}
-        told["strftime_now"] = datetime.now().strftime  # one instant: what is written twice here is to be the same text
+        told: dict[str, Any] = {"documents": None, **kwargs, "tools": tools or None, **_now(), **more}
         messages, text = _with_developers(template, messages, told)
         for name, others in (
             ("tool_calls", _without_calls(messages)),
@@ -98,6 +101,28 @@ class ChatTemplate:
                     f"this model's chat template leaves {name} out, and the model would not hear of them"
                 )
         return text
+
+    def render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any] = NO_KWARGS,
+        **more: object,
+    ) -> str:
+        """The text up to the end of the last message's, which is to go on; raises TemplateRefusal, also where that is not found.
+
+        As transformers' `continue_final_message`. A mark behind the message says where it ends, since the same words may come again
+        behind it, and what stands before the mark must be the text without it: but for white space that the template strips.
+        """
+        more = {**more, **_now(), "add_generation_prompt": False}
+        text = self.render(messages, tools, kwargs, **more)
+        mark = next(each for each in map(_MARK.format, itertools.count()) if each not in text)
+        marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+        before, *behind = self.render(marked, tools, kwargs, **more).split(mark)
+        for begin in (before, before.rstrip()):
+            if len(behind) == 1 and text.startswith(begin):
+                return begin
+        raise TemplateRefusal("this model's chat template does not write the last message as it is, to go on behind it")
 
 
 def read_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
@@ -210,6 +235,11 @@ def _is(text: str, template: jinja2.Template, messages: Sequence[Mapping[str, An
     except _FAULTS:
         return False
     return at == len(text)
+
+
+def _now() -> dict[str, Any]:
+    """One instant: what is written twice is to be the same text."""
+    return {"strftime_now": datetime.now().strftime}
 
 
 def _to_json(

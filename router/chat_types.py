@@ -178,6 +178,8 @@ class ChatBody(GenerationBody):
     ] = "auto"
     parallel_tool_calls: Flag = True
     chat_template_kwargs: dict[StrictStr, Any] = Field(default_factory=dict)
+    add_generation_prompt: Flag | None = None  # left out: unless the last message is continued
+    continue_final_message: Flag = False
 
     @property
     def num_logprobs(self) -> int | None:
@@ -192,6 +194,7 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_messages(self.messages)
+        check_continued(self.messages, self.continue_final_message, self.add_generation_prompt)
         check_tools([tool.function for tool in self.tools], "tools.{}.function")
         check_kwargs(self.chat_template_kwargs)
         names = [tool.function.name for tool in self.tools]
@@ -233,6 +236,20 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise bad_request(f"{where}.refusal", "stands in place of content; give one of them")
         elif message.reasoning not in (None, message.thought):
             raise bad_request(f"{where}.reasoning", "contradicts reasoning_content; give one of them")
+
+
+def check_continued(messages: Sequence[Message], is_continued: bool, has_generation_prompt: bool | None) -> None:
+    """What is to go on is an assistant's text."""
+    if not is_continued:
+        return
+    field = "continue_final_message"
+    if has_generation_prompt:
+        raise bad_request(field, "contradicts add_generation_prompt, with which another message begins")
+    if not messages or messages[-1].role != "assistant":
+        last = f"one of role {messages[-1].role}" if messages else "none"
+        raise bad_request(field, f"needs messages of which the last one is an assistant's, not {last}")
+    if messages[-1].tool_calls:
+        raise bad_request(field, "the last message has tool_calls, behind which its text cannot go on")
 
 
 def check_tools(functions: list[Function], field: str) -> None:

@@ -141,7 +141,14 @@ class Intake:
         messages = [message.for_template() for message in body.messages]
         tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools]
         try:
-            token_ids = self._text.encode_chat(messages, tools, body.chat_template_kwargs, most_tokens=most_tokens)
+            token_ids = self._text.encode_chat(
+                messages,
+                tools,
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continues=body.continue_final_message,
+                most_tokens=most_tokens,
+            )
             return _Prompt("messages", self._known("messages", token_ids), None)
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from router.bodies import HeldBody
 from router.chat_template import TemplateRefusal
-from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_messages, check_tools
+from router.chat_types import MAX_TOOLS, Message, Tool, check_continued, check_kwargs, check_messages, check_tools
 from router.gate import account_of
 from router.intake import TEXT_COST, off_loop, size_of_chat
 from router.json_parts import Sliced, dump_ascii, json_parts
@@ -42,7 +42,7 @@ class TokenizeBody(CheckedBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     chat_template_kwargs: dict[StrictStr, Any] = Field(default_factory=dict)
     add_special_tokens: Flag | None = None  # left out: as generation does, for a prompt but not for a conversation
-    add_generation_prompt: Flag = True
+    add_generation_prompt: Flag | None = None  # left out: as a chat
     continue_final_message: Flag = False
     return_token_strs: Flag = False
 
@@ -107,9 +107,8 @@ class Tokenizing:
     async def _tokenized(self, body: TokenizeBody, num_bytes: int) -> bytes:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "give either prompt or messages")
-        if body.continue_final_message:
-            raise bad_request("continue_final_message", "not supported by this version", "unsupported_parameter")
         check_messages(body.messages or [])
+        check_continued(body.messages or [], body.continue_final_message, body.add_generation_prompt)
         if body.tools:
             check_tools([tool.function for tool in body.tools], "tools.{}.function")
             if body.messages is None or self._text.tool_template is None:
@@ -139,7 +138,8 @@ class Tokenizing:
             [message.for_template() for message in body.messages],
             [tool.for_template() for tool in body.tools],
             body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continues=body.continue_final_message,
             add_special_tokens=body.add_special_tokens is True,
         )
 

@@ -66,6 +66,7 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.3,
         "return_token_ids": True,
         "user": "somebody",
+        "metadata": {"whose": "mine"},
         "prompt_cache_key": "mine",
         "safety_identifier": "somebody",
         "timeout_s": 300,
@@ -79,6 +80,12 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
         body["messages"] = [
             {"role": role, "content": _drawn_text(rng)} for role in ("system", "user")[rng.randint(0, 1) :]
         ]
+        body["continue_final_message"] = rng.random() < 0.3
+        body["add_generation_prompt"] = rng.choice(
+            [None, False] if body["continue_final_message"] else [None, False, True]
+        )
+        if body["continue_final_message"]:
+            body["messages"].append({"role": "assistant", "content": _drawn_text(rng)})
         body["logprobs"] = rng.random() < 0.5
         body["top_logprobs"] = rng.randint(0, 4) if body["logprobs"] else 0
         if rng.random() < 0.5:
@@ -97,7 +104,7 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
 def expected_choices(body: dict[str, Any]) -> list[Expected]:
     """The choices of a body, numbered as the answer numbers them."""
     max_tokens: int = body["max_tokens"] if "max_tokens" in body else body["max_completion_tokens"]
-    prompts = [_chat_prompt(body["messages"])] if "messages" in body else _completion_prompts(body["prompt"])
+    prompts = [_chat_prompt(body)] if "messages" in body else _completion_prompts(body["prompt"])
     wants_logprobs = body["logprobs"] is not None and body["logprobs"] is not False
     choices = []
     for (prompt_ids, text), choice in [(prompt, choice) for prompt in prompts for choice in range(body["n"])]:
@@ -141,13 +148,16 @@ def _completion_prompts(prompt: Any) -> list[tuple[list[int], str]]:
     ]
 
 
-def _chat_prompt(messages: list[dict[str, str]]) -> tuple[list[int], str]:
+def _chat_prompt(body: dict[str, Any]) -> tuple[list[int], str]:
     """As the model's chat template writes it."""
     token_ids = [BEGIN_OF_TEXT]
-    for message in messages:
+    for message in body["messages"]:
         said = f"{message['role']}\n{message['content']}"
         token_ids += [MESSAGE_START, *said.encode(), MESSAGE_END, *b"\n"]
-    return [*token_ids, MESSAGE_START, *b"assistant\n"], ""
+    if body["continue_final_message"]:
+        return token_ids[:-2], ""
+    begins = body["add_generation_prompt"] is not False
+    return token_ids + ([MESSAGE_START, *b"assistant\n"] if begins else []), ""
 
 
 def _drawn_text(rng: random.Random) -> str:

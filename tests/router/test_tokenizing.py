@@ -108,7 +108,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/tokenize", {"prompt": 5}, 400, "prompt: must be a text, not 5"),
     ("/tokenize", {"prompt": "\ud800"}, 400, "half a surrogate pair"),
     ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, 400, "the chat template refuses the messages"),
-    ("/tokenize", {"prompt": "a", "continue_final_message": True}, 400, "continue_final_message: not supported"),
+    ("/tokenize", {"prompt": "a", "continue_final_message": True}, 400, "continue_final_message: needs messages"),
     ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs: needs messages"),
     *(
         ("/tokenize", {"messages": HI, "chat_template_kwargs": given}, 400, f"chat_template_kwargs: {words}")
