@@ -69,7 +69,8 @@ def choose_kernels(
                 return Choice(CpuKernels(Library(path), bits_name(variant), is_int8=is_int8), "")
             except OSError as error:
                 shortfall = f"{path.name} cannot be loaded: {error}"
-        shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"
+        hint = "`make setup`, or `python -m kernels.cpu_build --here`, does it where there is a C++ compiler"
+        shortfall = shortfall or f"nothing was compiled for this CPU: {hint}"
     if name != "torch":
         found, reason = _numba_kernels(is_int8)
         if found is not None:

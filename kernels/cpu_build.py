@@ -132,7 +132,7 @@ def build(variant: Variant) -> Path:
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
-    BUILD_DIR.mkdir(exist_ok=True)
+    BUILD_DIR.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=BUILD_DIR
     ) as folder:  # moved when whole: an interrupted build leaves no half library
