@@ -142,6 +142,7 @@ WALL_CLOCK_FILES: Final = {
     "deploy/doctor.py": "how far hosts' clocks are apart, for people: nothing depends on it",
     "bench/machine.py": "the date in a result file, for its reader",
     "runtime/certificates.py": "certificates say by the clock when they end",
+    "runtime/certificate_watch.py": "the same: how far off that is, for people",
     "runtime/tracing.py": "spans say by the clock when they began, for a collector: nothing depends on it",
 }
 ENVIRONMENT: Final = {"environ", "environb", "getenv", "putenv", "unsetenv"}

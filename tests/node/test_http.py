@@ -72,8 +72,8 @@ def seen(
     )
     core, ending = LoadedCore(), Ending(25.0, role, frozenset())
     ending.take_up(core)
-    pages = (lambda: {"peers": {}}, dict, ending, lambda: True, lambda: 1.8e9)
-    return facts, Sources(core, counters, measures, moved, *pages)
+    sessions = {"peers": dict[str, object]()}
+    return facts, Sources(core, counters, measures, moved, lambda: sessions, dict, ending, lambda: True, lambda: 1.8e9)
 
 
 def samples_of(text: str) -> dict[tuple[str, ...], float]:
