@@ -16,7 +16,7 @@ from router.chat_types import ChatBody, Function
 from router.events import Grammar
 from router.openai_types import bad_request
 from router.schema_words import plain
-from router.structured import ending_with, schema_grammar
+from router.structured import ending_with, grammar_of, schema_grammar
 
 _DEFINITIONS: Final = ("$defs", "definitions")
 _VALUES: Final = ("enum", "const", "default", "examples")  # of a schema: no schemas
@@ -32,6 +32,8 @@ def forced_grammar(body: ChatBody, end_token_ids: Sequence[int]) -> Grammar:
     """What the answer must fit; `end_token_ids` are the model's own stop tokens. Raises ApiError."""
     if body.ignore_eos:
         raise bad_request("tool_choice", "needs the model's end of text, which ignore_eos takes out")
+    # What the text would have to fit says nothing of a call; a format that is none is told all the same.
+    grammar_of(body.response_format, None, end_token_ids, ignores_end=False)
     functions = [tool.function for tool in body.tools]
     called = [each for each in functions if body.called_by_name in (None, each.name)]
     for position, function in enumerate(functions):

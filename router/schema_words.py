@@ -30,7 +30,7 @@ def _short_addresses() -> str:
     return "|".join(ways)
 
 
-# Formats of which xgrammar knows none, or takes more for one than a validator does. Each is a part of what its RFC allows: hostnames
+# Formats that xgrammar does not know, or takes more for than validators do. Each is a part of what its RFC allows: hostnames
 # have at most five labels of 25 letters and digits, durations nine digits.
 FORMAT_PATTERNS: Final[Mapping[str, str]] = {
     "ipv4": rf"^{_OCTET}(\.{_OCTET}){{3}}$",  # RFC 2673

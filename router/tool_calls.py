@@ -46,9 +46,12 @@ def tool_use_of(body: ChatBody, tool_template: str | None, parser: str) -> ToolU
     if syntax is None:
         message = "how this model writes tool calls is not known here; the router's --tool-parser can say it"
         raise bad_request("tools", message, "unsupported_parameter")
-    if body.response_format not in (None, {"type": "text"}) or body.structured_outputs is not None:
-        name = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise bad_request(name, "cannot be combined with tools, unless tool_choice is none", "unsupported_parameter")
+    if body.structured_outputs is not None:
+        message = "cannot be combined with tools, unless tool_choice is none"
+        raise bad_request("structured_outputs", message, "unsupported_parameter")
+    if body.response_format not in (None, {"type": "text"}) and not is_forced(body):
+        message = "cannot be combined with tools where tool_choice is auto: no grammar here lets either come"
+        raise bad_request("response_format", message, "unsupported_parameter")
     return ToolUse(syntax, frozenset(tool.function.name for tool in body.tools), body.parallel_tool_calls)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 import jsonschema_rs
@@ -10,7 +11,11 @@ import pytest
 from router.chat_types import ChatBody
 from router.forced_calls import calls_schema, forced_grammar
 from router.openai_types import ApiError
+from tests.router.live_router import LiveRouter
+from tests.router.test_api import HI, play
+from tests.router.tool_model import WEATHER, write_tool_model
 
+CHAT: Final = "/v1/chat/completions"
 CITY: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/a"}, "$ref": {"type": "string"}},
@@ -120,3 +125,35 @@ def test_a_call_that_must_come_has_an_object_for_its_arguments(parameters: dict[
         return
     with pytest.raises(ApiError, match=r"^tools\.0\.function\.parameters: must be a schema of objects"):
         forced_grammar(asked, (7,))
+
+
+JSON: Final[dict[str, Any]] = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
+NAMED: Final[dict[str, Any]] = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.covers("A14", "A15")
+@pytest.mark.parametrize("tool_choice", ["none", "required", NAMED, "auto"])
+@pytest.mark.parametrize("response_format", [JSON, {"type": "json_object"}])
+def test_a_format_beside_tools_binds_a_text_and_says_nothing_of_a_call(
+    tmp_path: Path, tool_choice: Any, response_format: dict[str, Any]
+) -> None:
+    """Agents send both with each turn, and which of them is meant follows from tool_choice; of auto it would be either."""
+
+    async def scenario(router: LiveRouter) -> None:
+        asked: dict[str, Any] = {"messages": HI, "tools": [WEATHER], "tool_choice": tool_choice, "max_tokens": 5}
+        answer = await router.post(CHAT, **asked, response_format=response_format)
+        if tool_choice == "auto":
+            assert answer.json()["error"]["param"] == "response_format" and answer.status_code == 400
+            assert not router.pair.prefill.dispatches
+            return
+        assert answer.status_code == 200, answer.text
+        plain = {name: asked[name] for name in ("messages", "max_tokens")} | {"response_format": response_format}
+        await router.post(CHAT, **(plain if tool_choice == "none" else asked))
+        first, second = [dispatch.sampling.grammar for dispatch in router.pair.prefill.dispatches]
+        assert first == second and first.text
+        broken = await router.post(CHAT, **asked, response_format={"type": "json_schema"})
+        assert broken.json()["error"]["param"] == "response_format.json_schema", "looked at all the same"
+        other = await router.post(CHAT, **asked, structured_outputs={"regex": "a"})
+        assert (other.status_code == 200) == (tool_choice == "none")
+
+    play(write_tool_model(tmp_path / "model"), scenario, max_model_len=1024)
