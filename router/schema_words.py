@@ -11,7 +11,7 @@ from typing import Any, Final
 
 _NUMBERS: Final = frozenset({"integer", "number", "null"})
 _NUMBER_FORMATS: Final = ("int32", "int64", "float", "double")  # OpenAPI's: what holds the number, to who reads it
-_ANY_NAME: Final = ({"type": "string"}, {}, True)
+_ANY_NAME: Final[tuple[object, ...]] = ({"type": "string"}, {}, True)
 _NULLABLE: Final = "nullable"
 
 _OCTET: Final = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -86,8 +86,8 @@ def _without_idle(told: dict[str, Any]) -> dict[str, Any]:
 def _types(schema: Mapping[str, Any]) -> list[str]:
     """Those that a schema names; none where they are no names."""
     given = schema.get("type")
-    types = given if isinstance(given, list) else [given]
-    return types if all(isinstance(each, str) for each in types) else []
+    types = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)]
+    return types if not isinstance(given, list) or len(types) == len(given) else []
 
 
 def _has_null(schema: Mapping[str, Any]) -> bool:

@@ -114,8 +114,8 @@ MUTANTS: Final = (
         "tools-that-are-not-there-are-not-null",
         "A template that asks whether tools are none, as it may with transformers, writes of tools where there are none.",
         "router/chat_template.py",
-        '{"documents": None, **kwargs, "tools": tools or None, **more}',
-        '{**kwargs, **({"tools": tools} if tools else {}), **more}',
+        '{"documents": None, **kwargs, "tools": tools or None, **_now(), **more}',
+        '{**kwargs, **({"tools": tools} if tools else {}), **_now(), **more}',
         _TEMPLATE,
     ),
     Mutant(

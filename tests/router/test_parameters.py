@@ -377,11 +377,11 @@ def test_prompts_that_could_never_be_let_in_together_are_refused_for_good_and_ch
     play(model, scenario, core_config=RouterCoreConfig(max_queue=2, max_inflight_prefills=1))
 
 
-def read(text: str, is_stream: bool) -> tuple[dict[int, str], dict[int, str], dict[str, int]]:
+def read(text: str, is_stream: bool) -> tuple[dict[int, str], dict[int, str], dict[str, Any]]:
     """Texts and finish reasons by choice, and the usage."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
-    usage: dict[str, int] = {}
+    usage: dict[str, Any] = {}
     *chunks, done = events(text) if is_stream else [json.loads(text), "[DONE]"]
     assert done == "[DONE]"
     for chunk in chunks:
