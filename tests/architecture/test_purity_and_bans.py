@@ -143,6 +143,7 @@ WALL_CLOCK_FILES: Final = {
     "bench/machine.py": "the date in a result file, for its reader",
     "runtime/certificates.py": "certificates say by the clock when they end",
     "runtime/certificate_watch.py": "the same: how far off that is, for people",
+    "deploy/own_machine.py": "the same, for who asks baton doctor",
     "runtime/tracing.py": "spans say by the clock when they began, for a collector: nothing depends on it",
 }
 ENVIRONMENT: Final = {"environ", "environb", "getenv", "putenv", "unsetenv"}
