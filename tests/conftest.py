@@ -6,8 +6,10 @@ with `--seed`. Hypothesis shows how to reproduce its own failures.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
+import os
 import random
 from collections.abc import Generator, Sequence
 from operator import itemgetter
@@ -29,6 +31,17 @@ QUICK_ROOMS: Final = frozenset({"chat", "clients", "engine_pure", "handoff", "kv
 
 # Whoever began it late would end it alone.
 LONGEST: Final = "test_triton.py"
+# Files of quick rooms that take their time, with few tests.
+SLOW_ALL_THE_SAME: Final = frozenset(
+    {
+        "test_chat.py",
+        "test_draining.py",
+        "test_process.py",
+        "test_shm_pressure.py",
+        "test_step_time.py",
+        "test_workers.py",
+    }
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     given: int | None = config.getoption("--seed")
     if (told := getattr(config, "workerinput", None)) is not None:  # one of several processes of a run
         given = told["run_seed"]
+        atexit.register(os._exit, 0)  # behind all that is registered later: to take apart what worlds hold takes seconds
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would keep for the end what is slow: few tests a file
         config.option.loadscopereorder = False
@@ -76,7 +90,10 @@ def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    rooms = [(path.parent.name, tests) for path, tests in files.items()]
+    rooms = [
+        ("" if path.name in SLOW_ALL_THE_SAME and path.parent.name in QUICK_ROOMS else path.parent.name, tests)
+        for path, tests in files.items()
+    ]
     waiting = [tests for room, tests in rooms if room in ROOMS_OF_CLUSTERS]
     computing = [tests for room, tests in rooms if room not in ROOMS_OF_CLUSTERS | QUICK_ROOMS]
     computing.sort(key=lambda tests: tests[0].path.name != LONGEST)

@@ -18,7 +18,7 @@ from tests.thorough import IS_THOROUGH
 
 BLOCK_SIZE = 16
 # In steps of half a block: computing it takes many times as long as looking for it and reading it, however busy the machine is.
-PROMPT_BLOCKS = 80
+PROMPT_BLOCKS = 80 if IS_THOROUGH else 32
 SIZES = ("--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8", "--max-num-batched-tokens", "8", "--dtype", "fp32")
 PREFILL = ("prefill-0", "prefill-1")
 NUM_HARMED = 8 if IS_THOROUGH else 4  # prompts that Redis has and does not give; two at least at each node

@@ -39,7 +39,7 @@ def test_draws_are_distributed_as_softmax(temperature: float, along: str) -> Non
     base = int(np.random.default_rng().integers(1 << 62))
     print(f"base {base}")  # noqa: T201 - pytest shows it with a failure
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 1.5
-    num_draws = 20_000
+    num_draws = examples(20_000, 3)
     counters = range(base, base + num_draws)
     where = [(c, 0) if along == "seed" else (base, c - base) for c in counters]
     draws = [draw_at(temperature, seed, index) for seed, index in where]

@@ -111,7 +111,7 @@ def test_draws_have_exactly_the_distribution_that_the_parameter_defines(
     sampling: SamplingParams, fresh_seed: int
 ) -> None:
     prompt, generated = [0, 1, 2, 30], [0, 0, 0, 4, 5, 31]
-    logits, num_draws = random_logits(3)[0], 10_000
+    logits, num_draws = random_logits(3)[0], examples(10_000, 3)
     logits[:6] += 2  # the tokens that the parameters are about
     logits -= logits[:6].mean()  # the repetition penalty tells apart which side of 0 a logit is on
     index = len(generated)

@@ -87,10 +87,10 @@ MUTANTS: Final = (
     Mutant(
         "live-tokens-not-counted",
         "Tokens are counted when their request ends, so that throughput comes in leaps.",
-        "router/dashboard_state.py",
-        "ended_tokens + sum(live_tokens.values())",
-        "ended_tokens",
-        _STATE,
+        "router/shell.py",
+        "return self._ended_tokens + sum(each.num_tokens for each in self._answers.values() if not each.is_canary)",
+        "return self._ended_tokens",
+        ("tests/router/test_metrics.py",),
     ),
     Mutant(
         "now-is-for-ever",
@@ -144,8 +144,8 @@ MUTANTS: Final = (
         "a-body-that-is-gone-counts-for-ever",
         "What was counted of bodies on their way is never given back.",
         "router/bodies.py",
-        "            self._num_under_way -= num_counted\n",
-        "            pass\n",
+        "        self._num_under_way -= num_bytes\n",
+        "        pass\n",
         ("tests/router/test_bodies.py",),
     ),
     Mutant(

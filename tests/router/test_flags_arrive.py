@@ -124,6 +124,7 @@ def test_the_shell_keeps_as_many_timelines_as_it_is_told(tmp_path: Path) -> None
         shell = make_shell(given(timelines="2"), text, NO_CREDENTIALS, None)
         for number in range(3):
             shell.timelines.begin(Record(str(number), None, 8, 1, 0.0, 0.0))
+            shell.timelines.ended(str(number), "stop", 0, 0.0)
         await shell.close()
         return len(shell.timelines)
 
