@@ -64,7 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
     given: int | None = config.getoption("--seed")
     if (told := getattr(config, "workerinput", None)) is not None:  # one of several processes of a run
         given = told["run_seed"]
-        atexit.register(os._exit, 0)  # behind all that is registered later: to take apart what worlds hold takes seconds
+        atexit.register(
+            os._exit, 0
+        )  # behind all that is registered later: to take apart what worlds hold takes seconds
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would keep for the end what is slow: few tests a file
         config.option.loadscopereorder = False

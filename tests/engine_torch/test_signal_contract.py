@@ -50,7 +50,9 @@ def make_runner(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Make:
             memory = np.zeros((num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
             return FakeRunner(memory, BLOCK_SIZE, 1 if says_zero else VOCAB_SIZE, NUM_SLOTS)
         device = torch.device("cuda") if kind.startswith("cuda") else CPU
-        model = load_model(model_dirs("group4"), "fp32", "torch" if kind in ("torch", "cuda-torch") else KERNELS, device)
+        model = load_model(
+            model_dirs("group4"), "fp32", "torch" if kind in ("torch", "cuda-torch") else KERNELS, device
+        )
         is_like_cuda = kind in ("mirrored", "asynchronous") or None
         kv = KvMemory(model.config, BLOCK_SIZE, num_blocks, "fp32", device, mirror=is_like_cuda)
         is_asynchronous = kind == "asynchronous" or None
