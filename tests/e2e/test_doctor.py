@@ -116,7 +116,7 @@ def test_where_nothing_is_that_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = baton("doctor", "--port", str(port))
-        assert found.returncode == 1 and f"port: {port} cannot be had" in found.stdout
+        assert found.returncode == 1 and f"--port {port}: cannot listen on " in found.stdout
     nowhere = f"http://127.0.0.1:{port}"
     shown = baton("status", nowhere)
     assert shown.returncode == 1 and len(shown.stderr.splitlines()) == 1 and nowhere in shown.stderr

@@ -160,6 +160,13 @@ def test_an_operators_tools_get_in_with_key_and_authority(cluster: Cluster, ours
     assert all(node["node_id"] in done.stdout for node in cluster.nodes)
 
 
+@pytest.mark.covers("X03")
+def test_router_and_nodes_say_when_their_certificates_end(cluster: Cluster, ours: Path) -> None:
+    ends_at = Credentials(ours).ends_at()
+    for metrics in (cluster.metrics(), *map(cluster.metrics, cluster.nodes)):
+        assert metrics["certificate_ends_seconds"] == ends_at
+
+
 @pytest.mark.covers("X03", "R09")
 def test_a_killed_decode_nodes_stream_goes_on_over_encrypted_links(cluster: Cluster) -> None:
     fields = completion(77, LONG)
@@ -199,13 +206,6 @@ def test_an_operator_with_a_certificate_drains_a_node_and_one_without_is_told(cl
     done = subprocess.run([*command, "--tls-dir", str(ours)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"baton drain: {name} has drained\n")
-
-
-@pytest.mark.covers("X03")
-def test_router_and_nodes_say_when_their_certificates_end(cluster: Cluster, ours: Path) -> None:
-    ends_at = Credentials(ours).ends_at()
-    for metrics in (cluster.metrics(), *map(cluster.metrics, cluster.nodes)):
-        assert metrics["certificate_ends_seconds"] == ends_at
 
 
 def refused_grpc(cluster: Cluster) -> list[float]:
