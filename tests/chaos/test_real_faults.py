@@ -46,6 +46,7 @@ def long_requests(
             del body["best_of"]
         if prompt_tokens and "messages" in body:
             body["messages"] = [{"role": "user", "content": "".join(rng.choices("abcdefgh ", k=prompt_tokens))}]
+            body["continue_final_message"] = False
         elif prompt_tokens:
             body |= {"prompt": [rng.randrange(256) for _ in range(prompt_tokens)], "echo": False}
     return bodies
