@@ -10,15 +10,16 @@ scheduler itself (plan_engine.py), step by step, under shortage, too.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from bench.plan_engine import STEPS_AHEAD, Sizes, Step, Told, Work
 from bench.plan_rates import Shape, pairs_of
-from bench.plan_rows import Filed, Planned, Row, Waiting
+from bench.plan_rows import Filed, Planned, Row, Waiting, is_coming
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.reserve import make_reserve
@@ -126,12 +127,16 @@ class FastEngine:
             num_reserved = self._reserve.num_blocks(np.array((*left, *granted, *remaining), np.int64))
         return num_blocks + num_lacking + num_reserved <= self.pool.num_available
 
-    def _admit(self) -> Row | None:
-        """The head of the queue, if there is room."""
+    def _admit(self, chunks: Sequence[tuple[Row, int]]) -> Row | None:
+        """The head of the queue, if there is room; `chunks`: of this plan so far."""
         if not self._waiting or self._is_short or self._num_preempting or self._num_slots - self._num_reserved < 1:
             return None
         work, arrival, num_given, num_new, has_said = self._waiting[0]
-        matched = self._cache.acquire_match(work.keys, (num_given - 1) // self._block_size)
+        most = (num_given - 1) // self._block_size
+        unread = chain(chunks, *(planned.chunks for planned in self._unread))
+        if is_coming(work.keys, len(self._cache.match(work.keys, most)), most, self._block_size, unread):
+            return None
+        matched = self._cache.acquire_match(work.keys, most)
         is_to_limit = self.promises_growth or self._lends
         num_total = blocks_for(num_given + num_new - 1 if is_to_limit else num_given, self._block_size)
         num_needed = num_total - len(matched)
@@ -274,7 +279,7 @@ class FastEngine:
     ) -> list[tuple[Row, int]]:
         """As Planner._plan_chunks; who is begun is put into `starts`, tokens and context of each chunk into `sizes`."""
         chunks: list[tuple[Row, int]] = []
-        while budget > 0 and (row := self._prompt or self._admit()) is not None:
+        while budget > 0 and (row := self._prompt or self._admit(chunks)) is not None:
             start = row.num_planned
             end = min(start + budget, row.begin + 1)
             if not self._grow(row, end):
@@ -372,14 +377,7 @@ class FastEngine:
         room, most = self.pool.num_available, -(-number // self._block_size)
         if len(self._rows) * most <= room or sum(not row.num_promised for row in self._rows) * most <= room:
             return number
-        low, high = 0, number
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._filed.num_growing(self._num_plans, middle) <= room:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(1, number + 1), room, key=lambda some: self._filed.num_growing(self._num_plans, some))
 
     def skip(self, num_steps: int) -> None:
         """See Engine."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,6 +60,21 @@ class Planned:
     marks: list[Row]
     is_plain: bool  # rows alone, all of which were in a plan before and go on
     is_silent: bool  # nobody hears of its results
+
+
+def is_coming(
+    keys: Sequence[bytes], num_found: int, max_matched: int, block_size: int, chunks: Iterable[tuple[Row, int]]
+) -> bool:
+    """As Room.is_coming, of a newcomer's keys, `num_found` of them cached; `chunks`: of all steps that were not read."""
+    most = min(max_matched, len(keys))
+    if num_found == most:
+        return False
+    index = num_found + (most - num_found - 1) // 2
+    end = (index + 1) * block_size
+    return any(
+        row.num_computed < end <= row.num_planned and row.work.keys[index : index + 1] == keys[index : index + 1]
+        for row, _ in chunks
+    )
 
 
 class Filed:
