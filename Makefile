@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
 	@set -ef; $(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip >/dev/null; \
 	index='$(TORCH_INDEX)'; \
 	if [ "$$index" = auto ]; then index=; \
-	  command -v nvidia-smi >/dev/null || $(PYTHON) -m pip config list | grep -Eq '[.](extra-)?index-url=|[.]find-links=|[.]no-index=' \
+	  command -v nvidia-smi >/dev/null || $(PYTHON) -m pip config list | grep -E '[.](extra-)?index-url=|[.]find-links=|[.]no-index=' >/dev/null \
 	    || index=https://download.pytorch.org/whl/cpu; \
 	fi; \
 	echo "make setup: torch, 200 MB$${index:+ from $$index}; several gigabytes where that is no build for CPUs"; \
@@ -81,7 +81,7 @@ $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
 	$(PYTHON) -m pip install -qq --no-compile $${index:+--extra-index-url "$$index"} "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
 	[ -z "$$dots" ] || echo >&2; echo "make setup: the other packages, 300 MB"; \
 	packages="-c constraints.txt -e .[dev,nixl,numba,triton]"; \
-	if $(PYTHON) -m pip config list | grep -q '[.]index-url' || ! $(PYTHON) -m pip install -qq --no-compile -c constraints.txt uv \
+	if $(PYTHON) -m pip config list | grep '[.]index-url' >/dev/null || ! $(PYTHON) -m pip install -qq --no-compile -c constraints.txt uv \
 	  || ! $(BIN)/uv pip install -q --system-certs --python $(PYTHON) $$packages 2>.venv/.uv.log; \
 	then $(PYTHON) -m pip install -qq --no-compile $$packages; fi; \
 	$(PYTHON) -P -c 'import deploy.launcher, node.process, router.process'; \
