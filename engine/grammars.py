@@ -50,6 +50,7 @@ _CONTINUING: Final = bytes(range(0x80, 0xC0))
 _MOST_CONTINUING: Final = 3  # of one character
 # What xgrammar raises of a grammar that it cannot take, or gets lost in: none of it is a bug of ours, and none may end a node.
 _FAULTS: Final = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
+_FURTHER: Final = ("extra_special_tokens", "additional_special_tokens")  # the second before transformers 5
 
 
 class GrammarError(ValueError):
@@ -305,7 +306,8 @@ def _made_special(directory: Path, tokenizer: Tokenizer) -> set[int]:
     try:
         settings = _told(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in settings:
-            settings |= _told(directory / "special_tokens_map.json")
+            lists = {name: settings[name] for name in _FURTHER if settings.get(name)}
+            settings |= _told(directory / "special_tokens_map.json") | lists
         told = settings.get("added_tokens_decoder") or {}
         ids = {int(token_id) for token_id, token in told.items() if token.get("special") is True}
         named = [tokenizer.token_to_id(content) for content in _named(settings)]
@@ -319,7 +321,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 
 def _named(settings: Mapping[str, Any]) -> set[str]:
-    further = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    further = settings.get(_FURTHER[0]) or settings.get(_FURTHER[1]) or []
     values = [told for name, told in settings.items() if name.endswith("_token")]
     values += further.values() if isinstance(further, dict) else further
     tokens = [told.get("content") if isinstance(told, dict) else told for told in values]

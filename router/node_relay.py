@@ -15,9 +15,8 @@ from router.worker_link import WorkerLink
 from runtime.session import Peer
 
 MISSED_KEPT_S: Final = 3600.0  # as Redis keeps a silent node's entry
-MAX_MISSED: Final = (
-    256  # the latest ones: nodes whose names are drawn anew at each start leave one each time that they are killed
-)
+# The latest ones: nodes whose names are drawn anew at each start leave one each time that they are killed.
+MAX_MISSED: Final = 256
 
 Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 
@@ -39,9 +38,8 @@ class NodeRelay:
 
     def on_listed(self, entry: pb.NodeEntry) -> None:
         """RegistryHandler."""
-        for peer, (missed, _) in list(
-            self._missed.items()
-        ):  # this process is back, or another has its name or its address
+        for peer, (missed, _) in list(self._missed.items()):
+            # This process is back, or another has its name or its address.
             if peer.name == entry.node.name or missed.grpc_address == entry.grpc_address:
                 del self._missed[peer]
         self._entries[Peer(entry.node.name, entry.node.incarnation)] = entry

@@ -16,9 +16,8 @@ _NULLABLE: Final = "nullable"
 
 _OCTET: Final = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _GROUP: Final = "[0-9a-fA-F]{1,4}"
-_LABEL: Final = (
-    "[a-zA-Z0-9](-?[a-zA-Z0-9]){0,24}"  # no two hyphens in a row: behind two letters they mean another alphabet
-)
+# No two hyphens in a row: behind two letters they mean another alphabet.
+_LABEL: Final = "[a-zA-Z0-9](-?[a-zA-Z0-9]){0,24}"
 _CLOCK: Final = "[0-9]{1,9}(H([0-9]{1,9}M([0-9]{1,9}S)?)?|M([0-9]{1,9}S)?|S)"
 _DAYS: Final = "[0-9]{1,9}(Y([0-9]{1,9}M([0-9]{1,9}D)?)?|M([0-9]{1,9}D)?|D)"
 
@@ -64,12 +63,8 @@ def _without_idle(told: dict[str, Any]) -> dict[str, Any]:
         del told["propertyNames"]
     if types and _NUMBERS.issuperset(types) and told.get("format") in _NUMBER_FORMATS:
         del told["format"]
-    if (
-        types
-        and {"integer", "null"}.issuperset(types)
-        and type(told.get("multipleOf")) is int
-        and told["multipleOf"] == 1
-    ):
+    factor = told.get("multipleOf")
+    if types and {"integer", "null"}.issuperset(types) and type(factor) is int and factor == 1:
         del told["multipleOf"]
     if told.get(_NULLABLE) is False:
         del told[_NULLABLE]

@@ -60,7 +60,7 @@ _PAGES_S: Final = 1.0  # for the other workers to tell theirs
 _STOP_SPARE_S: Final = 5.0  # beyond the drain timeout, for what ends then to end
 _DIAL_S: Final = 5.0  # for a worker that has just started to reach nodes that are missed
 _MIN_PAIR_WAIT_S: Final = (
-    2.0  # for one that is started again to have a pair of nodes; else as long as requests wait for one
+    2.0  # for one that is started again to have a pair of nodes, or as long as requests wait for one
 )
 
 

@@ -34,9 +34,8 @@ def _limits(root: Path) -> Iterator[int]:
                 said = [_text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()]
             else:
                 said = _text(folder / "cpu.max").split()
-            if (
-                len(said) == 2 and all(each.isdecimal() for each in said) and int(said[1])
-            ):  # else "max", -1, or no such group
+            is_limited = len(said) == 2 and all(map(str.isdecimal, said))  # else "max", -1, or no such group
+            if is_limited and int(said[1]):
                 yield math.ceil(int(said[0]) / int(said[1]))
 
 

@@ -366,10 +366,12 @@ def test_a_token_that_the_tokenizers_settings_hide_never_stands_for_text(own_mod
         ("tokenizer_config", {"extra_special_tokens": ["a", "none of them"]}),
         ("tokenizer_config", {"extra_special_tokens": {"cot": "a"}}),
         ("special_tokens_map", {"additional_special_tokens": [{"content": "a"}]}),
+        ("tokenizer_config", {"additional_special_tokens": ["a"], "map": ["b"]}),  # of two lists this one counts
     ],
 )
 def test_a_token_that_is_named_as_special_never_stands_for_text(own_model_dir: Path, file: str, told: Any) -> None:
     edit_json(own_model_dir / "tokenizer_config.json", added_tokens_decoder=None)
+    edit_json(own_model_dir / "special_tokens_map.json", additional_special_tokens=told.get("map"))
     edit_json(own_model_dir / f"{file}.json", **told)
     allowed = Grammars(own_model_dir, 260).constraint(Grammar("regex", "[ab]", False, (257,))).allowed()
     assert allowed is not None
