@@ -60,21 +60,22 @@ class Room:
     def is_coming(self, spec: SequenceSpec, slots: Slots) -> bool:
         """Whether who runs computes half or more of the blocks that the prefix cache lacks of a newcomer, in steps that are planned
         and not read: it had better wait for those than compute the same beside them."""
-        is_computing = (
-            slots.is_running() & (slots.num_computed <= slots.begins) & (slots.num_planned > slots.num_computed)
-        )
-        if not is_computing.any():  # the usual case, and to match a long prompt takes longer
+        unread = np.flatnonzero((slots.num_computed <= slots.begins) & (slots.num_planned > slots.num_computed))
+        if not len(unread):  # the usual case, and to match a long prompt takes longer
             return False
         most = min(self._max_matched(spec), len(spec.block_keys))
         num_found = len(self._cache.match(spec.block_keys, most))
         if num_found == most:
             return False
-        index = num_found + (most - num_found - 1) // 2  # a key names all that is before its block, too
+        index = num_found + (most - num_found - 1) // 2
         end = (index + 1) * self.block_size
-        is_computing &= (slots.num_computed < end) & (slots.num_planned >= end)
+        key = spec.block_keys[index : index + 1]  # which names all that is before its block, too
         return any(
-            slots[slot].spec.block_keys[index : index + 1] == (spec.block_keys[index],)
-            for slot in is_computing.nonzero()[0].tolist()
+            slots.num_computed.item(slot) < end <= slots.num_planned.item(slot)
+            and (owner := slots.owners[slot]) is not None
+            and owner.spec.block_keys[index : index + 1] == key
+            and slots.is_running().item(slot)
+            for slot in unread.tolist()
         )
 
     def admit(self, spec: SequenceSpec, slots: Slots) -> tuple[list[int], int] | None:
