@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.plan import TokenLogprobs
-from engine.sampler import largest_ids
+from engine.truncation import largest_ids
 
 
 class LogitsError(ArithmeticError):

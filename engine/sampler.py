@@ -18,6 +18,9 @@ every later token as it would in an inverse CDF.
 
 The counter is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014): the stream's seed is
 mixed from (seed, index), the token id is the position in the stream. Each row is drawn by itself, so its batch cannot matter.
+
+Who wins among all wins among any that it is one of. So where a back end tells the few that can win (a race: kernels/interface.py),
+their winner is held against top_p and min_p before anything is sorted; what bias, bans or penalties have changed runs beside those.
 """
 
 from __future__ import annotations
@@ -32,21 +35,18 @@ from torch import Tensor
 
 from engine.plan import BROKEN_ROW, SamplingParams
 from engine.token_counts import TokenCounts
+from engine.truncation import Row, is_surely_kept, kept, truncates
 from kernels.interface import Contenders, Kernels
 
 MASK_64: Final = (1 << 64) - 1
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2: Final = np.uint64(0x94D049BB133111EB)
-# A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no logit this far below the greatest can win.
-_NOISE_SPAN: Final = 41.0
 _COLDEST: Final = 1e-30  # nearer to 0 fp32, and so a back end, may not tell by how much a logit loses
 _LIMITS: Final = np.array(
     [-np.inf, np.inf], np.float32
 )  # of the logit of a token that is banned, and of one that is not
-# top_p sorts so many of the likeliest tokens first, and so many times more where they have too little of the probability.
-_FIRST_SORTED: Final = 256
-_SORTED_GROWTH: Final = 16
+_ROWS_AT_ONCE: Final = 8  # that are changed; a row in double precision is a megabyte, and so many share a call
 
 
 class Draw(NamedTuple):
@@ -68,35 +68,28 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
     if not draws:
         return []
     contenders = _contenders(logits, draws, kernels)
-    token_ids: list[int] = []
-    few: list[int] = []  # rows whose draw is among a few tokens that are known
+    token_ids = [BROKEN_ROW] * len(draws)
+    raced: list[int] = []  # rows whose winner among all is among a few tokens that are known
     bound: list[int] = []  # rows that are drawn like any other once what their grammars ban is out
+    changed: list[int] = []
     for row, draw in enumerate(draws):
         greatest = contenders.greatest[row]
         if not np.isfinite(greatest):
-            token_ids.append(BROKEN_ROW)
-        elif draw.allowed is not None and not changes_logits(draw._replace(allowed=None)):
+            continue
+        if draw.allowed is not None and not changes_logits(draw._replace(allowed=None)):
             bound.append(row)
-            token_ids.append(BROKEN_ROW)  # until they are drawn together, as those below
         elif changes_logits(draw):
-            values = _changed(logits[row].double().numpy(), draw)
-            token_id = int(values.argmax())
-            if values[token_id] == -np.inf:
-                token_id = BROKEN_ROW
-            elif draw.sampling.temperature > 0:
-                values -= values[token_id]
-                token_id = _draw_one(values, draw)
-            token_ids.append(token_id)
+            changed.append(row)
         elif draw.sampling.temperature == 0:
-            token_ids.append(int(contenders.greatest_ids[row]))
-        elif contenders.few[row] is None or not is_drawn_plainly(draw):
-            token_ids.append(_draw_one(_below(logits[row], greatest), draw))
+            token_ids[row] = int(contenders.greatest_ids[row])
+        elif contenders.few[row] is not None and is_raced(draw):
+            raced.append(row)
         else:
-            few.append(row)
-            token_ids.append(BROKEN_ROW)
+            token_ids[row] = _draw_one(_below(logits[row], greatest), draw)
     later = (
-        (few, _draw_among_few(draws, contenders, few)),
+        (raced, _draw_raced(logits, draws, contenders, raced)),
         (bound, _draw_bound(logits, draws, bound, kernels)),
+        (changed, _draw_changed(logits, draws, changed, kernels)),
     )
     for rows, drawn in later:
         for row, token_id in zip(rows, drawn, strict=True):
@@ -116,7 +109,69 @@ def _draw_bound(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kern
     return sample(torch.from_numpy(values), [draws[row]._replace(allowed=None) for row in rows], kernels)
 
 
-def _draw_among_few(draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:
+def _draw_changed(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kernels: Kernels | None) -> list[int]:
+    """Draw in each of these rows from what bias, bans and penalties make of it."""
+    token_ids: list[int] = []
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        some = rows[first : first + _ROWS_AT_ONCE]
+        few = _unchanged_few(logits, draws, some, kernels)
+        for row, unchanged in zip(some, few, strict=True):
+            token_ids.append(_draw_one_changed(logits[row].double().numpy(), draws[row], unchanged))
+    return token_ids
+
+
+def _draw_one_changed(values: NDArray[np.float64], draw: Draw, few: NDArray[np.int64] | None) -> int:
+    """Draw from a row, which is changed in place. few: who of those that stay as they are can win; None: it isn't known."""
+    values = _changed(values, draw)
+    token_id = int(values.argmax())
+    if values[token_id] == -np.inf:
+        return BROKEN_ROW
+    if draw.sampling.temperature == 0:
+        return token_id
+    values -= values[token_id]
+    if few is None:
+        return _draw_one(values, draw)
+    racers = np.concatenate([few, *_touched_ids(draw)])
+    winner = _winner(values[racers] / draw.sampling.temperature, racers, draw)
+    return _checked(winner, values, draw)
+
+
+def _unchanged_few(
+    logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kernels: Kernels | None
+) -> list[NDArray[np.int64] | None]:
+    """Of each of these rows the ids that can win among those that nothing changes, where a back end can tell."""
+    if kernels is None or not any(is_raced(draws[row]) for row in rows):
+        return [None] * len(rows)
+    values = np.empty((len(rows), logits.shape[1]), np.float32)
+    for own, row in zip(values, rows, strict=True):
+        draw = draws[row]
+        own[:] = logits[row].float().numpy()
+        for token_ids in _touched_ids(draw):
+            own[token_ids] = -np.inf
+        if draw.allowed is not None:
+            np.minimum(own, _LIMITS.take(draw.allowed.view(np.uint8)), out=own)
+    warmth = _warmth([draws[row] if is_raced(draws[row]) else None for row in rows])
+    found = kernels.contenders(torch.from_numpy(values), *warmth)
+    if found is None:
+        return [None] * len(rows)
+    return [
+        few[0].astype(np.int64) if few is not None and is_raced(draws[row]) else None
+        for few, row in zip(found.few, rows, strict=True)
+    ]
+
+
+def _touched_ids(draw: Draw) -> list[NDArray[np.int64]]:
+    """The ids whose logits bias, a ban of stop tokens, or penalties may change."""
+    sampling = draw.sampling
+    changed = [np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)]
+    if _bans_stops(draw):
+        changed.append(np.array([*sampling.stop_token_ids], np.int64))
+    if draw.counts is not None:
+        changed.append(draw.counts.token_ids)
+    return changed
+
+
+def _draw_raced(logits: Tensor, draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:
     """Draw in each of these rows among its contenders; at once, because calls cost more than the numbers do."""
     if not rows:
         return []
@@ -131,13 +186,20 @@ def _draw_among_few(draws: Sequence[Draw], contenders: Contenders, rows: Sequenc
     scores += _noise(np.repeat(streams, counts), token_ids)
     ends = np.cumsum(counts).tolist()
     firsts = [0, *ends[:-1]]
-    return [int(token_ids[begin + scores[begin:end].argmax()]) for begin, end in zip(firsts, ends, strict=True)]
+    winners = [int(token_ids[begin + scores[begin:end].argmax()]) for begin, end in zip(firsts, ends, strict=True)]
+    return [
+        _checked(winner, _below(logits[row], contenders.greatest[row]), draws[row])
+        if truncates(draws[row].sampling)
+        else winner
+        for winner, row in zip(winners, rows, strict=True)
+    ]
 
 
 def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) -> Contenders:
     """Each row's greatest logit and, where a back end can tell, the few tokens that a plain draw may take."""
     if kernels is not None:
-        found = kernels.contenders(logits, *_warmth(draws))
+        raced = [draw if is_raced(draw) and not changes_logits(draw) else None for draw in draws]
+        found = kernels.contenders(logits, *_warmth(raced))
         if found is not None:
             return found
     wide = logits.float()
@@ -146,28 +208,17 @@ def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) 
     return Contenders(greatest[:, 0].numpy(), greatest_ids[:, 0].int().numpy(), [None] * len(logits))
 
 
-def _warmth(draws: Sequence[Draw]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
-    """Of each row its temperature, 0 where it is not drawn plainly, and where its noise begins."""
-    temperatures = [draw.sampling.temperature if is_drawn_plainly(draw) else 0.0 for draw in draws]
-    seeds = [(draw.sampling.seed, draw.token_index) for draw in draws]
-    streams = [noise_stream(*seed) if warm else 0 for seed, warm in zip(seeds, temperatures, strict=True)]
+def _warmth(raced: Sequence[Draw | None]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+    """Of each row its temperature, 0 where it has no race, and where its noise begins."""
+    temperatures = [0.0 if draw is None else draw.sampling.temperature for draw in raced]
+    streams = [0 if draw is None else noise_stream(draw.sampling.seed, draw.token_index) for draw in raced]
     return np.array(temperatures, np.float32), np.array(streams, np.uint64)
 
 
-def _below(logits: Tensor, greatest: np.float32) -> NDArray[np.float64]:
-    """How far below the greatest, rounded to fp32 first."""
+def _below(logits: Tensor, greatest: np.float32) -> NDArray[np.float32]:
+    """How far below the greatest."""
     values: NDArray[np.float32] = logits.float().numpy()
-    return (values - greatest).astype(np.float64)
-
-
-def largest_ids(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """Indices of the `count` >= 1 largest values, largest first, of equal ones the lowest index. Sorts no more than those."""
-    if count < len(values):
-        bound = np.partition(values, len(values) - count)[len(values) - count]
-        candidates = np.flatnonzero(values >= bound)
-    else:
-        candidates = np.arange(len(values))
-    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+    return values - greatest
 
 
 def gumbel_noise(seed: int, token_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -197,9 +248,13 @@ def noise_streams(seeds: NDArray[np.uint64], token_indices: NDArray[np.int64]) -
 def is_drawn_plainly(draw: Draw) -> bool:
     """Whether any token may be drawn, by its own logit, at a temperature that back ends can divide by."""
     sampling = draw.sampling
-    return sampling.temperature >= _COLDEST and not (
-        sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or changes_logits(draw)
-    )
+    return sampling.temperature >= _COLDEST and not (truncates(sampling) or changes_logits(draw))
+
+
+def is_raced(draw: Draw) -> bool:
+    """Whether it pays to know first who wins among all. Not for top_k and min_p alone: a pass or two tell whom they leave."""
+    sampling = draw.sampling
+    return sampling.temperature >= _COLDEST and not sampling.top_k and (sampling.top_p < 1 or sampling.min_p == 0)
 
 
 def is_decided_by_logits(draw: Draw) -> bool:
@@ -243,55 +298,22 @@ def _changed(values: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
     return values
 
 
-def _draw_one(scores: NDArray[np.float64], draw: Draw) -> int:
-    """Draw from logits given relative to their greatest, all <= 0; they are divided by the temperature in place."""
-    scores = _divided(scores, draw)
-    candidates = _candidates(scores, draw.sampling)
-    return _winner(scores[candidates], candidates, draw)
+def _draw_one(below: Row, draw: Draw) -> int:
+    """Draw from logits given relative to their greatest, all <= 0."""
+    token_ids, scores = kept(below, draw.sampling)
+    return _winner(scores, token_ids, draw)
 
 
-def _divided(scores: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
-    with np.errstate(over="ignore"):  # a temperature next to zero: -inf is the right distance
-        scores /= draw.sampling.temperature
-    return scores
+def _checked(winner: int, below: Row, draw: Draw) -> int:
+    """Who wins among all, where top_p and min_p leave it; else who wins among those that they leave."""
+    if not truncates(draw.sampling) or is_surely_kept(below, winner, draw.sampling):
+        return winner
+    return _draw_one(below, draw)
 
 
 def _winner(scores: NDArray[np.float64], token_ids: NDArray[np.int64], draw: Draw) -> int:
     noisy = scores + gumbel_noise(draw.sampling.seed, draw.token_index, token_ids)
     return int(token_ids[noisy.argmax()])
-
-
-def _candidates(scores: NDArray[np.float64], sampling: SamplingParams) -> NDArray[np.int64]:
-    """The ids that top_k, top_p and min_p leave and that can win at all."""
-    if 0 < sampling.top_k < len(scores):
-        kept = largest_ids(scores, sampling.top_k)
-        if sampling.top_p < 1:
-            weights = np.exp(scores[kept])
-            kept = kept[: _nucleus_size(weights, sampling.top_p * weights.sum())]
-    elif sampling.top_p < 1:
-        kept = _nucleus(scores, sampling.top_p)
-    else:
-        kept = np.flatnonzero(scores > -_NOISE_SPAN)
-    if sampling.min_p > 0:
-        kept = kept[scores[kept] >= np.log(sampling.min_p)]
-    return kept
-
-
-def _nucleus(scores: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """The fewest ids, likeliest first, with a share of `top_p`; no more are sorted than it takes."""
-    wanted = top_p * np.exp(scores).sum()
-    num_sorted = _FIRST_SORTED
-    while True:
-        ids = largest_ids(scores, num_sorted)
-        weights = np.exp(scores[ids])
-        if num_sorted >= len(scores) or weights.sum() >= wanted:
-            return ids[: _nucleus_size(weights, wanted)]
-        num_sorted *= _SORTED_GROWTH
-
-
-def _nucleus_size(weights: NDArray[np.float64], wanted: float) -> int:
-    """How many of the leading weights together reach `wanted`; all, where rounding lets none."""
-    return min(int(np.searchsorted(weights.cumsum(), wanted)) + 1, len(weights))
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.plan import SamplingParams
-from engine.sampler import Draw, gumbel_noise, largest_ids, sample
+from engine.sampler import Draw, gumbel_noise, sample
 from engine.token_counts import TokenCounts
+from kernels.choice import choose_kernels
+from kernels.interface import Kernels
 from tests.engine_torch.test_sampler import chi_square, chi_square_bound
+from tests.kernels_choice import KERNELS
 from tests.thorough import examples
 
 VOCAB_SIZE = 60
@@ -52,6 +55,7 @@ samplings = st.builds(
         lambda biases: tuple(biases.items())
     ),
 )
+back_ends = st.sampled_from([None, choose_kernels(KERNELS).kernels])  # None: nobody tells the sampler who can win
 
 
 def random_logits(seed: int, num_rows: int = 1, vocab_size: int = VOCAB_SIZE) -> Tensor:
@@ -138,10 +142,20 @@ def is_likely(observed: np.ndarray, distribution: dict[int, float]) -> bool:
 @pytest.mark.covers("A02")
 @settings(max_examples=examples(150, 3))
 @given(
-    sampling=samplings, row=st.integers(0, 2**30), prompt=ids, generated=ids, levels=st.sampled_from([0.5, 2.0, None])
+    sampling=samplings,
+    row=st.integers(0, 2**30),
+    prompt=ids,
+    generated=ids,
+    levels=st.sampled_from([0.5, 2.0, None]),
+    kernels=back_ends,
 )
 def test_a_draw_is_the_greatest_noisy_score_that_a_naive_sampler_leaves(
-    sampling: SamplingParams, row: int, prompt: list[int], generated: list[int], levels: float | None
+    sampling: SamplingParams,
+    row: int,
+    prompt: list[int],
+    generated: list[int],
+    levels: float | None,
+    kernels: Kernels | None,
 ) -> None:
     logits = random_logits(row)
     if levels is not None:  # coarse logits, as bf16's: many are equal
@@ -149,7 +163,7 @@ def test_a_draw_is_the_greatest_noisy_score_that_a_naive_sampler_leaves(
     index = len(generated)
     seeds = [(sampling.seed + number) % 2**64 for number in range(NUM_SEEDS)]
     draws = [draw_of(replace(sampling, seed=seed), index, prompt, generated) for seed in seeds]
-    drawn = sample(logits.expand(NUM_SEEDS, -1), draws)
+    drawn = sample(logits.expand(NUM_SEEDS, -1), draws, kernels)
     scores = naive_scores(logits[0].double().tolist(), sampling, index, prompt, generated)
     if sampling.temperature == 0:
         assert drawn == [max(range(VOCAB_SIZE), key=lambda token_id: (scores[token_id], -token_id))] * NUM_SEEDS
@@ -188,35 +202,18 @@ def test_truncation_and_repetition_penalty_are_those_of_hugging_face_in_their_or
 
 @pytest.mark.covers("A02", "M06")
 @settings(max_examples=examples(50, 3))
-@given(batch=st.lists(st.tuples(samplings, ids, ids), min_size=2, max_size=6), row=st.integers(0, 2**30))
+@given(
+    batch=st.lists(st.tuples(samplings, ids, ids), min_size=2, max_size=20),
+    row=st.integers(0, 2**30),
+    kernels=back_ends,
+)
 def test_a_row_draws_the_same_alone_and_beside_others(
-    batch: list[tuple[SamplingParams, list[int], list[int]]], row: int
+    batch: list[tuple[SamplingParams, list[int], list[int]]], row: int, kernels: Kernels | None
 ) -> None:
     logits = random_logits(row, len(batch))
     draws = [draw_of(sampling, len(generated), prompt, generated) for sampling, prompt, generated in batch]
-    assert sample(logits, draws) == [sample(logits[at : at + 1], [draw])[0] for at, draw in enumerate(draws)]
-
-
-@pytest.mark.covers("A02")
-@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
-@pytest.mark.parametrize("top_p", [0.2, 0.95, 0.9999])
-def test_top_p_over_a_large_vocabulary_keeps_what_sorting_all_of_it_would(scale: float, top_p: float) -> None:
-    logits = random_logits(5, vocab_size=20_000) * scale
-    sampling = replace(PLAIN, top_p=top_p)
-    scores = logits[0].double().tolist()
-    order = np.argsort(-np.array(scores), kind="stable")
-    weights = np.exp(np.array(scores)[order] - scores[order[0]])
-    kept = order[: int((weights.cumsum() < top_p * weights.sum()).sum()) + 1]
-    for seed in range(20):
-        noisy = np.array(scores)[kept] + gumbel_noise(seed, 0, kept)
-        assert sample(logits, [Draw(replace(sampling, seed=seed), 0)]) == [int(kept[noisy.argmax()])]
-
-
-@settings(max_examples=examples(100, 3))
-@given(values=st.lists(st.integers(0, 5), min_size=1, max_size=40), count=st.integers(1, 45))
-def test_the_largest_come_first_and_of_equals_the_lowest_index(values: list[int], count: int) -> None:
-    right = sorted(range(len(values)), key=lambda index: (-values[index], index))[:count]
-    assert largest_ids(np.array(values, np.float64), count).tolist() == right
+    alone = [sample(logits[at : at + 1], [draw])[0] for at, draw in enumerate(draws)]
+    assert sample(logits, draws, kernels) == alone
 
 
 @pytest.mark.covers("A02")
