@@ -20,10 +20,10 @@ import torch
 from bench.device_clock import DeviceClock
 from bench.engine_steps import Case, Steps, StepTimes
 from engine.device_sampler import plain_draws, sample_on_device
+from engine.draw import Draw
 from engine.kv_memory import TORCH_DTYPES, KvSides, kv_block_bytes
 from engine.model import Model
 from engine.plan import Launched
-from engine.sampler import Draw
 from kernels.interface import SlotNumbers
 
 _AHEAD: Final = 20  # decode steps that are timed together

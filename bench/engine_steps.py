@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.limits import seconds_of
+from engine.draw import Draw
 from engine.kv_memory import TORCH_DTYPES, KvMemory, KvSides
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
-from engine.sampler import Draw, sample
+from engine.sampler import sample
 from kernels.cpu_kernels import CpuModel
 from kernels.interface import AttentionBatch, DecodeRows, Linear, SlotNumbers, StepRows
 

@@ -193,9 +193,10 @@ def _tokenizer(model_dir: Path) -> Tokenizer:
 def _said_by(model: Model, num_sequences: int, length: int) -> list[list[int]]:
     """Sequences that begin with a token each and go on at temperature 1."""
     from engine.batch import Segment, build_batch
+    from engine.draw import Draw
     from engine.kv_memory import KvMemory
     from engine.plan import SamplingParams
-    from engine.sampler import Draw, sample
+    from engine.sampler import sample
 
     blocks = -(-length // _BLOCK_SIZE)
     kv = KvMemory(model.config, _BLOCK_SIZE, num_sequences * blocks, model.dtype)

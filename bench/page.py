@@ -1,7 +1,7 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8, peers, variants and
-kernels. Pure but for the files.
+Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8, peers, variants,
+sampler and kernels. Pure but for the files.
 """
 
 from __future__ import annotations
@@ -264,6 +264,27 @@ def _start(result: Result) -> Iterator[str]:
     yield from _table(("round", "import torch, s", "ready, s", "first token, s", "ready ÷ import"), rows)
 
 
+def _sampler(result: Result) -> Iterator[str]:
+    settings = result["settings"]
+    yield (
+        f"{settings['rows']} rows of {settings['vocab']} tokens at once, threads: {settings['threads']}; times are of a row, "
+        "ratios medians over rounds. `plain`: at a temperature, and nothing else asked for. `transformers`: its processors and "
+        "warpers, softmax and `torch.multinomial`, on the same rows."
+    )
+    yield ""
+    rows = [
+        (
+            each["asked"],
+            f"{1e6 * each['row_s']:.0f}",
+            f"{each['ratio_to_plain']:.2f}",
+            f"{1e6 * each['peer_row_s']:.0f}",
+            f"{each['ratio_to_peer']:.2f}",
+        )
+        for each in result["ways"]
+    ]
+    yield from _table(("asked for", "µs a row", "÷ plain", "transformers, µs", "÷ transformers"), rows)
+
+
 def _int8(result: Result) -> Iterator[str]:
     settings = result["settings"]
     said = f"what it says itself at temperature 1, {settings['sequences']} times {settings['length']} tokens"
@@ -334,6 +355,7 @@ PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "interference": ("What long prompts cost the streams beside them", _interference),
     "crossover": ("Where prefill and decode apart lose", _crossover),
     "grammar_step": ("What grammars cost a step", _grammar_step),
+    "sampler": ("What drawing a token costs", _sampler),
     "start": ("How long a cluster takes to start", _start),
     "int8": ("What weights in 8 bits lose", _int8),
     "kernels": ("Kernels beside torch's own", _kernels),

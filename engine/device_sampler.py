@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.draw import Draw
+from engine.gumbel import GOLDEN, MIX_1, MIX_2, noise_stream, noise_streams
 from engine.plan import BROKEN_ROW
-from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, noise_stream, noise_streams
 from kernels.interface import PlainDraws, SlotNumbers
 from kernels.upload import upload
 

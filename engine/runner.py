@@ -28,6 +28,8 @@ from engine.batch import Batch, BatchBuffers, Chunk, FedRows, SlotTables
 from engine.binding import Binder, Binding, end_of_row
 from engine.device import HostCopies
 from engine.device_sampler import plain_draws, rows_on_device, sample_on_device
+from engine.draw import Draw, is_decided_by_logits
+from engine.gumbel import MASK_64
 from engine.kv_memory import KvSides
 from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
@@ -50,7 +52,7 @@ from engine.plan import (
     StepResult,
     TokenLogprobs,
 )
-from engine.sampler import MASK_64, Draw, is_decided_by_logits, sample
+from engine.sampler import sample
 from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
 from engine.under_way import Drawn, UnderWay

@@ -1,9 +1,7 @@
 """Which tokens top_k, top_p and min_p leave of a row, for who draws one of them (sampler.py).
 
 A row is told as how far its logits are below their greatest, in the precision in which that was taken: at most 0, none of them a
-NaN. Scores are those over the temperature, in double precision. No more of a row is sorted than it takes, and a token that has
-won among all is looked at first: that it is one of those that are left takes one pass in single precision, with room for what
-that loses, where sorting takes dozens.
+NaN. Scores are those over the temperature, in double precision. No more of a row is sorted than it takes.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ NOISE_SPAN: Final = 41.0
 # top_p sorts so many of the likeliest tokens first, and all where they have too little of the probability.
 _FIRST_SORTED: Final = 256
 _GROUPS_EACH: Final = 3  # of a row, whose greatest values bound the largest ones, for each that is looked for
-# What single precision loses at most of a sum of weights: of each 2^-24 times its score, above -41 where it counts, and as much
-# in adding up; tenfold.
-_LOSS: Final = 1e-4
+_LOSS: Final = 1e-4  # tenfold what a back end's shares are off by
 _LOGARITHM_LOSS: Final = 1e-4  # of a score at min_p's bound, in single precision; thousandfold
 
 Row = NDArray[np.float32] | NDArray[np.float64]
@@ -63,21 +59,16 @@ def kept(below: Row, sampling: SamplingParams) -> Kept:
     return Kept(token_ids, scores)
 
 
-def is_surely_kept(below: Row, token_id: int, sampling: SamplingParams) -> bool:
-    """Whether top_p and min_p leave this token, which has won among all; where it is close, they are asked in full: False.
+def is_left(above: float, beside: float, score: float, sampling: SamplingParams) -> bool | None:
+    """Whether top_p and min_p leave a token of this score. None: too close to tell. Where it is out, so is what is no likelier.
 
-    It has as good as always: with a share of top_p at least. top_k, which sorts few anyway, is not looked at.
+    above: which share of the row's probability the likelier tokens have; beside: the others that are as likely.
     """
-    if sampling.min_p > 0 and below[token_id].astype(np.float64) / sampling.temperature < np.log(sampling.min_p):
+    if sampling.min_p > 0 and score < np.log(sampling.min_p):
         return False
-    scores = below.astype(np.float32)
-    is_before = scores >= scores[token_id]
-    with np.errstate(over="ignore"):
-        scores *= np.float32(1 / sampling.temperature)
-    weights = np.exp(scores, out=scores)
-    own, total = float(weights[token_id]), float(weights.sum())
-    np.multiply(weights, is_before, out=weights)
-    return float(weights.sum()) - own < (sampling.top_p - _LOSS) * total
+    if above + beside < sampling.top_p - _LOSS:
+        return True
+    return False if above > sampling.top_p + _LOSS else None
 
 
 def largest_ids(values: Row, count: int) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from kernels.cpu_library import (
     CEnds,
     CLayer,
     CRotation,
+    CShares,
     CSlots,
     CStack,
     Library,
@@ -46,6 +47,7 @@ from kernels.interface import (
     Linear,
     ModelEnds,
     PlainDraws,
+    Shares,
     SlotNumbers,
     StackLayer,
     StepAttention,
@@ -364,6 +366,23 @@ class CpuKernels(TorchBlockCopies):
             reference(self._contest.c), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
         )
         return self._contest.found()
+
+    def shares(
+        self,
+        logits: Tensor,
+        temperatures: NDArray[np.float32],
+        greatest: NDArray[np.float32],
+        token_ids: NDArray[np.int32],
+    ) -> Shares:
+        """Add exponentials up, in a pass over each row that is asked of."""
+        logits = logits.contiguous()
+        shares = Shares(np.zeros(len(logits)), np.zeros(len(logits)))
+        arrays = (temperatures, greatest, token_ids, *shares)
+        asked = CShares(*(address(array) for array in arrays), *logits.shape)
+        self._library.call.baton_share(
+            reference(asked), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
+        )
+        return shares
 
     def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> None:
         """The sampler draws, among those."""

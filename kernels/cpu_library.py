@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 from numpy.typing import NDArray
 
-INTERFACE: Final = 9
+INTERFACE: Final = 10
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 9
@@ -111,6 +111,20 @@ class CEnds(Structure):
     ]
 
 
+class CShares(Structure):
+    """share.h."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("temperatures", c_void_p),
+        ("greatest", c_void_p),
+        ("token_ids", c_void_p),
+        ("above", c_void_p),
+        ("beside", c_void_p),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+    ]
+
+
 class CContest(Structure):
     """contend.h."""
 
@@ -184,6 +198,7 @@ _FUNCTIONS: Final = MappingProxyType(
         "baton_rotate": (None, (c_void_p, POINTER(CRotation), c_void_p, c_int64, c_void_p, c_int)),
         "baton_gate": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
         "baton_contend": (None, (POINTER(CContest), c_void_p, c_int, c_int)),
+        "baton_share": (None, (POINTER(CShares), c_void_p, c_int, c_int)),
         "baton_attend": (
             None,
             (c_void_p, POINTER(CCache), POINTER(CBatch), c_void_p, c_void_p, c_int, c_int, c_int, c_int),

@@ -119,13 +119,22 @@ class LayerStack(Protocol):
         """Steps that are to be run once, in this order, before anybody waits for one of at most so many rows and positions."""
 
 
+Few = tuple[NDArray[np.int32], NDArray[np.float32]]  # token ids, ascending, and their logits
+
+
 class Contenders(NamedTuple):
     """What can win the draws of a step's rows (engine/sampler.py)."""
 
     greatest: NDArray[np.float32]  # [num_rows]; not finite where the row is broken
     greatest_ids: NDArray[np.int32]  # [num_rows]; of equals the lowest
-    # Of each row whose temperature is not 0: a superset of what can win, ids ascending, and their logits. None: too many to tell.
-    few: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None]
+    few: list[Few | None]  # of each row whose temperature is not 0: a superset of what can win. None: too many to tell
+
+
+class Shares(NamedTuple):
+    """Which shares of its row's probability others have than one token (engine/truncation.py); off by 1e-5 at most."""
+
+    above: NDArray[np.float64]  # [num_rows]; those whose logit is greater
+    beside: NDArray[np.float64]  # [num_rows]; the others whose logit is the same
 
 
 class PlainDraws(NamedTuple):
@@ -243,6 +252,18 @@ class Kernels(BlockCopies, Protocol):
         """Which tokens can win argmax(logit / temperature + Gumbel noise) in each row of [num_rows, vocab_size].
 
         streams: [num_rows], where a row's noise begins (engine/sampler.py). None: this back end leaves it to the sampler.
+        """
+
+    def shares(
+        self,
+        logits: Tensor,
+        temperatures: NDArray[np.float32],
+        greatest: NDArray[np.float32],
+        token_ids: NDArray[np.int32],
+    ) -> Shares | None:
+        """Of softmax(logit / temperature) of each row of [num_rows, vocab_size] whose temperature is not 0, beside a token.
+
+        greatest: the rows' greatest logits, finite. Arrays [num_rows] are contiguous. None: this back end leaves it to the sampler.
         """
 
     def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> Tensor | None:

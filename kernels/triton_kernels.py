@@ -246,6 +246,15 @@ class TritonKernels:
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""
 
+    def shares(
+        self,
+        logits: Tensor,
+        temperatures: NDArray[np.float32],
+        greatest: NDArray[np.float32],
+        token_ids: NDArray[np.int32],
+    ) -> None:
+        """And truncates by itself."""
+
     def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> Tensor:
         """Launch what draws a step's tokens."""
         return launch_draws(logits, draws, last)

@@ -2,6 +2,7 @@
 #include "copy.h"
 #include "draw.h"
 #include "layers.h"
+#include "share.h"
 
 using namespace baton;
 
@@ -34,7 +35,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 9; }
+int baton_interface() { return 10; }
 
 // Whether this process may run what was compiled, which the CPU can.
 int baton_is_allowed() {
@@ -149,6 +150,17 @@ void baton_contend(const Contest *contest, const void *logits, int num_threads, 
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && contest->num_rows > 1)
         for (int row = 0; row < contest->num_rows; row++)
             contend(static_cast<const T *>(logits) + size_t(row) * contest->vocab_size, *contest, row);
+    });
+}
+
+// logits: [num_rows, vocab_size].
+void baton_share(const Shares *shares, const void *logits, int num_threads, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && shares->num_rows > 1)
+        for (int row = 0; row < shares->num_rows; row++)
+            if (shares->temperatures[row] > 0)
+                share(static_cast<const T *>(logits) + size_t(row) * shares->vocab_size, *shares, row);
     });
 }
 

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import device_sampler
 from engine.device_sampler import rows_on_device, sample_on_device
+from engine.draw import Draw, is_decided_by_logits
 from engine.plan import BROKEN_ROW, SamplingParams
-from engine.sampler import Draw, is_decided_by_logits, sample
+from engine.sampler import sample
 
 VOCAB_SIZE = 4099
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.gumbel import gumbel_noise
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.plan import (
@@ -25,7 +26,6 @@ from engine.plan import (
     SlotStart,
 )
 from engine.runner import PlanError, TorchRunner
-from engine.sampler import gumbel_noise
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels_choice import KERNELS
 

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.draw import Draw
+from engine.gumbel import gumbel_noise
 from engine.plan import BROKEN_ROW, SamplingParams
-from engine.sampler import Draw, gumbel_noise, sample
+from engine.sampler import sample
 from kernels.choice import choose_kernels
 from tests.kernels_choice import KERNELS
 from tests.thorough import examples

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.draw import Draw
+from engine.gumbel import gumbel_noise
 from engine.plan import SamplingParams
-from engine.sampler import Draw, gumbel_noise, sample
+from engine.sampler import sample
 from engine.token_counts import TokenCounts
 from kernels.choice import choose_kernels
 from kernels.interface import Kernels

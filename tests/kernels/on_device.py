@@ -20,6 +20,7 @@ from kernels.interface import (
     ModelEnds,
     NearHead,
     PlainDraws,
+    Shares,
     StackLayer,
     StepAttention,
 )
@@ -78,6 +79,15 @@ class OnDevice:
         self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
     ) -> Contenders | None:
         return self._kernels.contenders(logits, temperatures, streams)
+
+    def shares(
+        self,
+        logits: Tensor,
+        temperatures: NDArray[np.float32],
+        greatest: NDArray[np.float32],
+        token_ids: NDArray[np.int32],
+    ) -> Shares | None:
+        return self._kernels.shares(logits, temperatures, greatest, token_ids)
 
     def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> Tensor | None:
         there = self._there(last)

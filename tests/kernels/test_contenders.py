@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.draw import Draw
 from engine.plan import BROKEN_ROW, SamplingParams
-from engine.sampler import Draw, sample
+from engine.sampler import sample
 from kernels.cpu_kernels import CpuKernels
 from tests.kernels.back_ends import COMPILED
 from tests.thorough import examples
@@ -44,6 +45,43 @@ def test_few_are_left_and_the_winner_is_among_them(kernels: CpuKernels) -> None:
     assert (found.greatest_ids == logits.argmax(-1).numpy()).all()
     assert (found.greatest == logits.amax(-1).numpy()).all()
     assert all(few is not None and 1 <= len(few[0]) <= 200 for few in found.few)
+
+
+@pytest.mark.covers("M04")
+@pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
+@settings(max_examples=examples(60, 3), deadline=None)
+@given(
+    temperatures=st.lists(st.sampled_from([0.0, 1e-30, 1e-3, 0.3, 1.0, 2.0, 1e9]), min_size=1, max_size=5),
+    vocab_size=st.sampled_from(VOCAB_SIZES),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 10.0, 1000.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    banned=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, (1 << 63) - 1),
+)
+def test_shares_above_and_beside_a_token_are_those_of_the_rows_softmax(
+    kernels: CpuKernels,
+    temperatures: list[float],
+    vocab_size: int,
+    spread: float,
+    dtype: torch.dtype,
+    banned: float,
+    seed: int,
+) -> None:
+    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    logits = (spread * torch.randn(len(temperatures), vocab_size, generator=generator)).to(dtype)
+    logits[:, 1:][torch.rand(len(temperatures), vocab_size - 1, generator=generator) < banned] = -torch.inf
+    values = logits.float().numpy()
+    # a likely token as often as any
+    token_ids = np.where(rng.random(len(values)) < 0.5, values.argmax(1), rng.integers(0, vocab_size, len(values)))
+    found = kernels.shares(logits, np.array(temperatures, np.float32), values.max(1), token_ids.astype(np.int32))
+    for row, temperature in enumerate(temperatures):
+        if temperature > 0:
+            below = values[row] - values[row].max()
+            weights = np.exp(below.astype(np.float64) / np.float32(temperature))
+            height = below[token_ids[row]]
+            beside = weights[below == height].sum() - weights[token_ids[row]]
+            assert abs(found.above[row] - weights[below > height].sum() / weights.sum()) < 1e-5
+            assert abs(found.beside[row] - beside / weights.sum()) < 1e-5
 
 
 @pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)

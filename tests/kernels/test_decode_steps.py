@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.draw import Draw
+from engine.gumbel import MASK_64
 from engine.plan import BROKEN_ROW, SamplingParams
-from engine.sampler import MASK_64, Draw, sample
+from engine.sampler import sample
 from kernels.cpu_contest import MAX_NEAR_ROWS, CpuNearHead
 from kernels.cpu_kernels import CpuKernels, CpuModel
 from kernels.interface import AttentionBatch, DecodeRows, ModelEnds, SlotNumbers, StackLayer, StepRows

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.device_sampler import sample_on_device
+from engine.draw import Draw
+from engine.gumbel import noise_stream, noise_streams
 from engine.plan import BROKEN_ROW, SamplingParams
-from engine.sampler import Draw, noise_stream, noise_streams
 from kernels.interface import Kernels, PlainDraws
 from tests.kernels.back_ends import TRITON, few
 

@@ -35,7 +35,7 @@ MUTANTS: Final = (
     Mutant(
         "stops-banned-within-grammar",
         "min_tokens bans the end of a whole text, and nothing is left to say.",
-        "engine/sampler.py",
+        "engine/draw.py",
         "return int(draw.allowed[[*stops]].sum()) < int(draw.allowed.sum())",
         "return True",
         _ENGINE,
