@@ -24,6 +24,7 @@ BENCH_FLAGS ?=
 BIN := .venv/bin
 PYTHON := $(BIN)/python
 STAMP := .venv/.installed
+COMPILED := kernels/cpu/built/.compiled
 KERNELS := kernels/cpu/built/.built
 ALL_KERNELS := kernels/cpu/built/.all
 REDIS := .venv/.redis
@@ -38,8 +39,9 @@ MADE_MODEL := $(if $(findstring |$(TINY)|,|$(MODEL)|),$(TINY)/config.json)
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-# Types are checked while kernels compile and packages come. What a recipe starts, another make too, knows nothing of that.
-MAKEFLAGS += --jobs=2
+# Kernels compile while packages come, and types are checked beside what tests want. What a recipe starts, another make too, knows
+# nothing of that.
+MAKEFLAGS += --jobs=3
 unexport MAKEFLAGS
 # Bytecode is kept, whatever the shell says: without it each node compiles torch's modules anew, which is most of its start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -87,11 +89,15 @@ $(STAMP): pyproject.toml constraints.txt | $(PYTHON)
 	$(PYTHON) -P -c 'import deploy.launcher, node.process, router.process'; \
 	touch $(STAMP)
 
-# Half a minute, once: what this CPU runs best. Without a C++ compiler numba's functions are, and a line says what that costs.
-$(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
+# Half a minute, once: what this CPU runs best. It needs no package, and so waits for none.
+$(COMPILED): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(PYTHON)
 	@$(PYTHON) -m kernels.cpu_build --here
-	@ls $(@D)/*.so >/dev/null 2>&1 || $(PYTHON) -m kernels.numba_kernels
 	@mkdir -p $(@D) && touch $@
+
+# Without a C++ compiler numba's functions are compiled, and a line says what that costs.
+$(KERNELS): $(COMPILED) | $(STAMP)
+	@ls $(@D)/*.so >/dev/null 2>&1 || $(PYTHON) -m kernels.numba_kernels
+	@touch $@
 
 # All that this CPU can run, whose bits tests compare; that the rest compiles is a test of its own.
 $(ALL_KERNELS): $(KERNELS)

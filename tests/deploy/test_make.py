@@ -39,7 +39,8 @@ def set_up(checkout: Path) -> None:
     for stamp in ("bin/python", ".installed"):
         (checkout / ".venv" / stamp).touch()
     (checkout / "kernels" / "cpu" / "built").mkdir(parents=True)
-    (checkout / "kernels" / "cpu" / "built" / ".built").touch()
+    for stamp in (".compiled", ".built"):
+        (checkout / "kernels" / "cpu" / "built" / stamp).touch()
 
 
 def write_python(checkout: Path, name: str, works_for: str) -> None:
