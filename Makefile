@@ -39,13 +39,13 @@ MADE_MODEL := $(if $(findstring |$(TINY)|,|$(MODEL)|),$(TINY)/config.json)
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-# Kernels compile while packages come, and types are checked beside what tests want. What a recipe starts, another make too, knows
+# Kernels compile while packages come, and types are checked beside what tests want and the first of them. What a recipe starts, another make too, knows
 # nothing of that.
 MAKEFLAGS += --jobs=3
 unexport MAKEFLAGS
 # Bytecode is kept, whatever the shell says: without it each node compiles torch's modules anew, which is most of its start.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup test-setup up test bench lint format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
+.PHONY: help setup test-setup up test tested bench lint style types format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -152,16 +152,22 @@ $(BYTECODE): | $(STAMP)
 	@$(PYTHON) -m pytest --collect-only -qq --ignore tests/kernels --ignore tests/engine_torch >$@.log 2>&1 || true
 	@touch $@
 
+test: tested types ## lint, types, the tests: of some that draw, a share (make soak)
+
 # Tests wait for a third of their time: with three processes on two cores a fifth of the cores' time went by idle, with four none does.
-test: $(BYTECODE) lint $(ALL_KERNELS) $(TEST_PROGRAMS) ## lint, types, then the tests: of some that draw, a share (make soak)
+tested: $(BYTECODE) style $(ALL_KERNELS) $(TEST_PROGRAMS)
 	@$(PYTHON) -m pytest -n 4 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## thirteen benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README; BENCH_FLAGS="--envs DIR": peers too
 	@$(PYTHON) -m bench $(BENCH_FLAGS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: style types ## ruff and mypy
+
+style: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	@$(BIN)/mypy
 
 format: $(STAMP) ## let ruff rewrite what it can
