@@ -19,7 +19,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,14 +38,16 @@ _WALKS, _WALK_TOKENS, _WALKS_S = 2, 64, 1.0
 # And how long it may take over a token that is taken, which mostly is a hundredth of it: a completion that goes on elsewhere is
 # followed anew from its beginning, and a step waits for that.
 ADD_S: Final = 0.0005
+_OF_JSON: Final = ("json_schema", "structural_tag")  # kinds
 _MAX_BLANKS: Final = 16  # between two tokens of JSON: a line break and what a few levels are indented by
 _BITS: Final = 32  # of a word of xgrammar's masks
 # In JSON no control character stands for itself but as white space. xgrammar 0.2 lets strings of a bounded length have all but
 # these two (its issue 800), so that tokens with any other, the tab too, are left out of JSON.
-_JSON_CONTROLS: Final = frozenset(
-    b"\n\r"
-)  # Behind the first byte of a character; elsewhere any continuing byte may be.
+_JSON_CONTROLS: Final = frozenset(b"\n\r")
+# Behind the first byte of a character; elsewhere any continuing byte may be.
 _SECOND_BYTES: Final = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+# The byte 0xff, as vocabularies write it.
+_NO_TEXT: Final[dict[str, str | bytes]] = {"RAW": b"\xff", "BYTE_LEVEL": "ÿ", "BYTE_FALLBACK": "<0xFF>"}
 _CONTINUING: Final = bytes(range(0x80, 0xC0))
 _MOST_CONTINUING: Final = 3  # of one character
 # What xgrammar raises of a grammar that it cannot take, or gets lost in: none of it is a bug of ours, and none may end a node.
@@ -60,13 +62,15 @@ class GrammarError(ValueError):
 class Vocabulary:
     """What of a model's tokens can be text: xgrammar takes any bytes for a character that begin and go on like one.
 
-    `of_text` and `of_json`, a bit for each token: those whose own bytes can be; ends are among them. `behind`: of the first
-    bytes of characters that not every byte may follow (RFC 3629, section 4), the tokens that may.
+    `of_text` and `of_json`, a bit for each token: those whose own bytes can be; ends are among them, and so are special tokens,
+    which a grammar allows only where it names them. `behind`: of the first bytes of characters that not every byte may follow
+    (RFC 3629, section 4), the tokens that may.
     """
 
-    def __init__(self, spelled: Sequence[bytes]) -> None:
+    def __init__(self, spelled: Sequence[bytes], special: Collection[int] = ()) -> None:
         self.spelled = spelled
         is_text = np.array([_is_utf8_piece(each) for each in spelled], np.bool_)
+        is_text[[token_id for token_id in special if token_id < len(spelled)]] = True
         controls = [any(byte < 0x20 and byte not in _JSON_CONTROLS for byte in each) for each in spelled]
         self.of_text, self.of_json = _packed(is_text), _packed(is_text & ~np.array(controls, np.bool_))
         firsts = np.array([each[0] if each else 0 for each in spelled], np.int64)
@@ -179,8 +183,8 @@ class Grammars:
 
         with self._opening:
             if self._compiler is None:
-                info = _vocabulary(self.directory, self._vocab_size)
-                self._vocabulary = Vocabulary(info.decoded_vocab)
+                info, special = _vocabulary(self.directory, self._vocab_size)
+                self._vocabulary = Vocabulary(info.decoded_vocab, special)
                 self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def has(self, grammar: Grammar) -> bool:
@@ -213,7 +217,7 @@ class Grammars:
         from xgrammar import GrammarMatcher
 
         matcher = GrammarMatcher(compiled, override_stop_tokens=[*grammar.end_token_ids])
-        return Constraint(matcher, self._vocabulary, self._vocab_size, is_json=grammar.kind == "json_schema")
+        return Constraint(matcher, self._vocabulary, self._vocab_size, is_json=grammar.kind in _OF_JSON)
 
     def _try(self, compiled: xgrammar.CompiledGrammar, grammar: Grammar) -> None:
         """Follow a few texts; raises GrammarError where that takes so long that a step would wait for it.
@@ -280,14 +284,16 @@ def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
                 return compiler.compile_regex(grammar.text)
             case "ebnf":
                 return compiler.compile_grammar(grammar.text)
+            case "structural_tag":
+                return compiler.compile_structural_tag(grammar.text)
     except _FAULTS as error:  # of its C++: behind a time and a line of its source
         first = next((line for line in str(error).split("\n") if line), "")
         told = first.split(": ", 1)[-1] if first.startswith("[") else first
         raise GrammarError(told.rstrip(".") or "it cannot be compiled") from error
 
 
-def _vocabulary(directory: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
-    """What tokenizer.json has; raises GrammarError where there is none."""
+def _vocabulary(directory: Path, vocab_size: int) -> tuple[xgrammar.TokenizerInfo, set[int]]:
+    """What tokenizer.json has, and which of it is special; raises GrammarError where there is none."""
     import xgrammar
 
     try:
@@ -296,9 +302,14 @@ def _vocabulary(directory: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
         raise GrammarError("this node's model directory has no tokenizer.json that can be read") from error
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     special |= _made_special(directory, tokenizer)
-    # A token without text is never allowed: special ones are not shown, so they must not stand for what they spell.
-    vocab = ["" if token_id in special else tokenizer.id_to_token(token_id) or "" for token_id in range(vocab_size)]
-    return xgrammar.TokenizerInfo(vocab, _vocab_type(tokenizer), vocab_size=vocab_size, stop_token_ids=[])
+    # Special tokens are not shown, so they must not stand for what they spell; but a grammar may name them, which xgrammar lets
+    # nobody do who has no text. So they are a byte that is in no text. What has none is never allowed.
+    kind = _vocab_type(tokenizer)
+    vocab = [
+        _NO_TEXT[kind.name] if token_id in special else tokenizer.id_to_token(token_id) or ""
+        for token_id in range(vocab_size)
+    ]
+    return xgrammar.TokenizerInfo(vocab, kind, vocab_size=vocab_size, stop_token_ids=[]), special
 
 
 def _made_special(directory: Path, tokenizer: Tokenizer) -> set[int]:

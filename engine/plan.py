@@ -32,7 +32,7 @@ PREEMPTED_TOKEN_ID: Final = -9
 class Grammar:
     """The texts that a completion may be: what may follow is a function of this and of the completion's tokens alone."""
 
-    kind: Literal["json_schema", "regex", "ebnf"]
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     text: str
     is_compact: bool  # JSON: no white space but one blank behind each comma and colon
     end_token_ids: tuple[int, ...]  # at least one: what may follow a whole text, and nothing else then

@@ -10,11 +10,12 @@ from typing import Final, Literal
 from engine.plan import Grammar, SamplingParams, TokenLogprobs
 from proto import baton_pb2 as pb
 
-Kind = Literal["json_schema", "regex", "ebnf"]
+Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 GRAMMAR_KINDS: Final[dict[pb.Grammar.Kind.ValueType, Kind]] = {
     pb.Grammar.JSON_SCHEMA: "json_schema",
     pb.Grammar.REGEX: "regex",
     pb.Grammar.EBNF: "ebnf",
+    pb.Grammar.STRUCTURAL_TAG: "structural_tag",
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from node.sampling import GRAMMAR_KINDS
 from proto import baton_pb2 as pb
 from proto.block_key import KEY_BYTES
 from proto.bounds import MAX_LOGIT_BIASES, MAX_PORT, MAX_PROMPT_LOGPROBS, is_address
@@ -142,7 +143,7 @@ def sampling_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
 
 def grammar_problem(grammar: pb.Grammar, vocab_size: int) -> str | None:
     """Why no text could be bound by it, whatever it says."""
-    if grammar.kind not in (pb.Grammar.JSON_SCHEMA, pb.Grammar.REGEX, pb.Grammar.EBNF):
+    if grammar.kind not in GRAMMAR_KINDS:
         return f"grammar.kind: {grammar.kind}, none that this version knows"
     num_bytes = len(grammar.text.encode())
     if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:

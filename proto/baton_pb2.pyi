@@ -887,6 +887,8 @@ class Grammar(_message.Message):
         """of ECMAScript; the whole text matches"""
         EBNF: Grammar._Kind.ValueType  # 3
         """GBNF, as llama.cpp and xgrammar have it; its rule `root`"""
+        STRUCTURAL_TAG: Grammar._Kind.ValueType  # 4
+        """JSON, as xgrammar has it: texts and schemas in sequences and choices"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Grammar.Kind.ValueType  # 0
@@ -896,6 +898,8 @@ class Grammar(_message.Message):
     """of ECMAScript; the whole text matches"""
     EBNF: Grammar.Kind.ValueType  # 3
     """GBNF, as llama.cpp and xgrammar have it; its rule `root`"""
+    STRUCTURAL_TAG: Grammar.Kind.ValueType  # 4
+    """JSON, as xgrammar has it: texts and schemas in sequences and choices"""
 
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int

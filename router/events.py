@@ -26,7 +26,7 @@ class NodeRef(NamedTuple):
 class Grammar:
     """The texts that a completion may be (structured.py)."""
 
-    kind: Literal["json_schema", "regex", "ebnf"]
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     text: str
     is_compact: bool = False  # JSON: no white space but one blank behind each comma and colon
     end_token_ids: tuple[int, ...] = ()  # what may follow a whole text; nodes want at least one

@@ -20,7 +20,7 @@ from router.structured import ending_with, grammar_of, schema_grammar
 
 _DEFINITIONS: Final = ("$defs", "definitions")
 _VALUES: Final = ("enum", "const", "default", "examples")  # of a schema: no schemas
-_NO_ARGUMENTS: Final[dict[str, Any]] = {"type": "object", "properties": {}}
+NO_ARGUMENTS: Final[dict[str, Any]] = {"type": "object", "properties": {}}
 
 
 def is_forced(body: ChatBody) -> bool:
@@ -39,9 +39,9 @@ def forced_grammar(body: ChatBody, end_token_ids: Sequence[int]) -> Grammar:
     for position, function in enumerate(functions):
         if function not in called:
             continue
-        field, parameters = f"tools.{position}.function.parameters", function.parameters or _NO_ARGUMENTS
+        field, parameters = f"tools.{position}.function.parameters", function.parameters or NO_ARGUMENTS
         schema_grammar(parameters, field)
-        if not _is_of_objects(plain(parameters)):
+        if not is_of_objects(plain(parameters)):
             raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
     is_one = body.called_by_name is not None or not body.parallel_tool_calls
     grammar = schema_grammar(calls_schema(called, is_one=is_one), "tools", is_compact=True)
@@ -53,7 +53,7 @@ def calls_schema(functions: Sequence[Function], *, is_one: bool) -> dict[str, An
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for number, function in enumerate(functions):
-        parameters = dict(function.parameters or _NO_ARGUMENTS)
+        parameters = dict(function.parameters or NO_ARGUMENTS)
         for key in _DEFINITIONS:
             for name, each in parameters.pop(key, {}).items():
                 definitions[f"{number}.{key.lstrip('$')}.{name}"] = _moved(each, number)
@@ -64,7 +64,7 @@ def calls_schema(functions: Sequence[Function], *, is_one: bool) -> dict[str, An
     return {"type": "array", "items": {"anyOf": calls}, **bounds, "$defs": definitions}
 
 
-def _is_of_objects(schema: dict[str, Any]) -> bool:
+def is_of_objects(schema: dict[str, Any]) -> bool:
     """Whether all that fits a schema, which has been checked, is an object; no recursion: references may be a long chain."""
     waiting: list[Any] = [schema]
     followed: set[str] = set()
@@ -73,7 +73,7 @@ def _is_of_objects(schema: dict[str, Any]) -> bool:
             case {"$ref": str(where)}:
                 if where not in followed:
                     section, _, name = where.removeprefix("#/").partition("/")
-                    waiting += [schema] if where == "#" else [schema.get(section, {}).get(name, _NO_ARGUMENTS)]
+                    waiting += [schema] if where == "#" else [schema.get(section, {}).get(name, NO_ARGUMENTS)]
                     followed.add(where)  # what is missing a compiler misses
             case {"anyOf": list(schemas)} | {"allOf": list(schemas)}:
                 waiting += schemas

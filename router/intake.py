@@ -23,17 +23,16 @@ from typing import Final, TypeVar, TypeVarTuple
 
 from proto.bounds import MAX_PROMPT_LOGPROBS
 from router.answer import Asked, Echo
+from router.answer_grammar import answer_grammar, is_bound
 from router.chat_template import TemplateRefusal
 from router.chat_types import ChatBody, Message
 from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Grammar, Sampling
-from router.forced_calls import forced_grammar, is_forced
 from router.json_reading import LARGE
 from router.openai_types import IDS_AT_ONCE, ApiError, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.stop_strings import Stops
-from router.structured import grammar_of
 from router.text import ModelText, TextTooLong
 from router.text_turns import TextTurns
 from router.tool_calls import AUTOMATIC, ToolUse, tool_use_of
@@ -108,7 +107,8 @@ class Intake:
             )
             raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
-        grammar = await off_loop(_GRAMMAR_COST * num_bytes if _is_bound(body) else 0, self._grammar, body)
+        size = _GRAMMAR_COST * num_bytes if is_bound(body) else 0
+        grammar = await off_loop(size, answer_grammar, body, tools, self._text)
         stops = Stops(body.stop)
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = list[Asked]()
@@ -248,12 +248,6 @@ class Intake:
         self._check_token_ids("stop_token_ids", body.stop_token_ids)
         return tuple(dict.fromkeys([*([] if body.ignore_eos else self._text.stop_token_ids), *body.stop_token_ids]))
 
-    def _grammar(self, body: CompletionBody | ChatBody) -> Grammar | None:
-        if isinstance(body, ChatBody) and is_forced(body):
-            return forced_grammar(body, self._text.stop_token_ids)
-        asked = body.response_format, body.structured_outputs
-        return grammar_of(*asked, self._text.stop_token_ids, ignores_end=body.ignore_eos)
-
     def _logit_bias(self, body: CompletionBody | ChatBody) -> tuple[tuple[int, float], ...]:
         biases: dict[int, float] = {}
         for name, bias in body.logit_bias.items():
@@ -294,12 +288,6 @@ class Intake:
             return asked_tokens
         room_now = (self._shell.max_total_tokens_now or longest) - num_prompt_tokens
         return room_now if room_now >= 1 else room  # no more than needs no node that has gone
-
-
-def _is_bound(body: CompletionBody | ChatBody) -> bool:
-    """Whether it may ask for a grammar."""
-    has_rules = body.response_format is not None or body.structured_outputs is not None
-    return has_rules or (isinstance(body, ChatBody) and is_forced(body))
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

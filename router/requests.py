@@ -34,6 +34,7 @@ _GRAMMAR_KINDS: Final = {
     "json_schema": pb.Grammar.JSON_SCHEMA,
     "regex": pb.Grammar.REGEX,
     "ebnf": pb.Grammar.EBNF,
+    "structural_tag": pb.Grammar.STRUCTURAL_TAG,
 }
 
 

@@ -130,13 +130,13 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
         raise bad_request(field, NO_CHARACTER) from error
     except ValueError as error:
         raise bad_request(field, NOT_FINITE) from error
-    _check_size(text, field)
+    check_size(text, field)
     schema = plain(schema)
     counts = sum(_check_schema(schema, field))
     if counts > MAX_REPEATS:
         raise bad_request(field, f"its lengths and counts together are {counts}, more than {MAX_REPEATS}")
     text = json.dumps(followed(schema), ensure_ascii=False)
-    _check_size(text, field)  # a pattern's characters may have become longer
+    check_size(text, field)  # a pattern's characters may have become longer
     return Grammar("json_schema", text, is_compact, field=field)
 
 
@@ -165,14 +165,14 @@ def _of_structured(asked: StructuredOutputs) -> Grammar | None:
         schema = _parsed(asked.json_, f"{name}.json") if isinstance(asked.json_, str) else asked.json_
         return schema_grammar(schema, f"{name}.json", is_compact=asked.disable_any_whitespace)
     if asked.choice is not None:
-        _check_size("root ::= " + " | ".join(asked.choice), f"{name}.choice")
+        check_size("root ::= " + " | ".join(asked.choice), f"{name}.choice")
         text = "root ::= " + " | ".join(map(_quoted, asked.choice))
-        _check_size(text, f"{name}.choice")  # quotes and what cannot be printed have become longer
+        check_size(text, f"{name}.choice")  # quotes and what cannot be printed have become longer
         return Grammar("ebnf", text, field=f"{name}.choice")
     kind: Literal["regex", "ebnf"] = "ebnf" if asked.regex is None else "regex"
     field = f"{name}.{'grammar' if asked.regex is None else 'regex'}"
     text = asked.regex or asked.grammar or ""
-    _check_size(text, field)
+    check_size(text, field)
     _check_repeats(text, field, is_regex=kind == "regex")
     return Grammar(kind, text, field=field)
 
@@ -205,7 +205,8 @@ def _check_extent(schema: object, field: str) -> None:
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
 
 
-def _check_size(text: str, field: str) -> None:
+def check_size(text: str, field: str) -> None:
+    """ApiError, where a grammar's text is longer than may be compiled."""
     if not text:
         raise bad_request(field, "must not be empty")
     if (num_bytes := _num_bytes(text, field)) > MAX_TEXT_BYTES:

@@ -21,6 +21,9 @@ class ToolUse:
     syntax: ToolSyntax
     names: frozenset[str]
     is_parallel: bool  # else only the first call counts
+    is_either: bool = (
+        False  # the text begins with a call, and is nothing but calls, or is none at all: a grammar sees to it
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,8 @@ def tool_use_of(body: ChatBody, tool_template: str | None, parser: str) -> ToolU
     if body.structured_outputs is not None:
         message = "cannot be combined with tools, unless tool_choice is none"
         raise bad_request("structured_outputs", message, "unsupported_parameter")
-    if body.response_format not in (None, {"type": "text"}) and not is_forced(body):
-        message = "cannot be combined with tools where tool_choice is auto: no grammar here lets either come"
-        raise bad_request("response_format", message, "unsupported_parameter")
-    return ToolUse(syntax, frozenset(tool.function.name for tool in body.tools), body.parallel_tool_calls)
+    is_either = body.response_format not in (None, {"type": "text"}) and not is_forced(body)
+    return ToolUse(syntax, frozenset(tool.function.name for tool in body.tools), body.parallel_tool_calls, is_either)
 
 
 class ChoiceCalls:
@@ -64,15 +65,30 @@ class ChoiceCalls:
         self._prompt_token_ids = prompt_token_ids
         self._prompt_digest = ""  # none is known before the first call
         self._reader = ToolReader(use.syntax, use.names)
+        # The text so far where it may yet begin with a mark, which decides; within an answer's strings a mark means nothing.
+        self._opening = "" if use.is_either and not use.syntax.bare else None
+        self._is_answer = False
         self.calls: list[Call] = []  # by index
         self.push(text_before)
 
     def push(self, text: str) -> list[Told]:
         """What more text lets be told."""
+        if self._opening is not None:
+            opening, mark = self._opening + text, self._use.syntax.mark
+            if mark.startswith(opening.lstrip()):
+                self._opening = opening
+                return []
+            self._opening, text = None, opening
+            self._is_answer = not opening.lstrip().startswith(mark)
+        if self._is_answer:
+            return [Said(text)] if text else []
         return self._counted(self._reader.push(text))
 
     def finish(self) -> list[Told]:
         """What is left, since none follows."""
+        if self._opening is not None or self._is_answer:
+            opening, self._opening = self._opening, None
+            return [Said(opening)] if opening else []
         return self._counted(self._reader.finish())
 
     def finish_reason(self, reason: str | None) -> str | None:

@@ -178,3 +178,31 @@ def test_a_response_has_the_format_and_the_call_that_were_asked_for(client: open
     (call,) = client.responses.create(model=MODEL, input="Where?", tools=FLAT, tool_choice=choice).output
     assert call.type == "function_call" and call.name == "weather"
     jsonschema_rs.validate(PARAMETERS, json.loads(call.arguments))
+
+
+@pytest.mark.covers("A01", "A14", "A15", "A16")
+def test_of_an_automatic_choice_beside_a_format_either_comes_and_fits(client: openai.OpenAI) -> None:
+    """Which one a bias of the first byte decides; the rest is the grammar's."""
+    schema = PARAMETERS | {"additionalProperties": False}
+    format_: Any = {"type": "json_schema", "json_schema": {"name": "report", "schema": schema, "strict": True}}
+    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS[:2], "response_format": format_, "seed": 6}
+    for unwanted in "<{":
+        biased = asked | {"logit_bias": {str(ord(unwanted)): -100}}
+        (whole,) = client.chat.completions.create(**biased).choices
+        with client.chat.completions.stream(**biased) as stream:
+            (streamed,) = stream.get_final_completion().choices
+        assert streamed.finish_reason == whole.finish_reason == ("stop" if unwanted == "<" else "tool_calls")
+        assert (streamed.message.content or "") == (whole.message.content or "")
+        if unwanted == "<":
+            jsonschema_rs.validate(schema, json.loads(whole.message.content or ""))
+            assert not whole.message.tool_calls
+        else:
+            assert not whole.message.content
+            assert calls_of(whole.message) == calls_of(streamed.message) != []
+    bound: Any = {"format": {"type": "json_schema", "name": "report", "schema": schema}}
+    response = client.responses.create(model=MODEL, input="Who?", tools=FLAT[:2], text=bound, extra_body={"seed": 6})
+    assert response.status == "completed"
+    for item in response.output:
+        arguments = item.arguments if item.type == "function_call" else response.output_text
+        named = SCHEMAS[item.name] if item.type == "function_call" else schema
+        jsonschema_rs.validate(named, json.loads(arguments))

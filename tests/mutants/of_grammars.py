@@ -44,8 +44,8 @@ MUTANTS: Final = (
         "special-tokens-as-text",
         "A special token may stand in a text for what it spells, and is not shown.",
         "engine/grammars.py",
-        '"" if token_id in special else',
-        '"" if token_id in special and False else',
+        "_NO_TEXT[kind.name] if token_id in special else",
+        "_NO_TEXT[kind.name] if token_id in special and False else",
         _ENGINE,
     ),
     Mutant(

@@ -12,6 +12,7 @@ _FORCED: Final = ("tests/router/test_forced_calls.py",)
 _RESPONSES: Final = ("tests/router/test_responses.py",)
 _STREAM: Final = ("tests/router/test_stream_equals_whole.py",)
 _TEMPLATE: Final = ("tests/router/test_chat_template.py",)
+_EITHER: Final = ("tests/router/test_either_grammar.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -191,5 +192,37 @@ MUTANTS: Final = (
         "            if piece.finish_reason is not None:\n"
         '                choice.told = told_of(choice.calls, "".join(choice.texts), piece.finish_reason)\n',
         ("tests/router/test_answers.py",),
+    ),
+    Mutant(
+        "mark-within-an-answer",
+        "An answer that fits its format, and speaks of <tool_call> in a string, loses that part to a call.",
+        "router/tool_calls.py",
+        "            self._is_answer = not opening.lstrip().startswith(mark)\n",
+        "",
+        _EITHER,
+    ),
+    Mutant(
+        "said-before-it-is-decided",
+        "The beginning of a mark is told as content.",
+        "router/tool_calls.py",
+        "            if mark.startswith(opening.lstrip()):",
+        "            if mark == opening:",
+        _EITHER,
+    ),
+    Mutant(
+        "one-call-is-many",
+        "Beside a format parallel_tool_calls: false lets more than one call come.",
+        "router/either_grammar.py",
+        "    if not body.parallel_tool_calls:",
+        "    if False:",
+        _EITHER,
+    ),
+    Mutant(
+        "no-grammar-can-name-a-special-token",
+        "A special token's bit is always out, so that a model whose mark is one can call nothing beside a format.",
+        "engine/grammars.py",
+        "        is_text[[token_id for token_id in special if token_id < len(spelled)]] = True\n",
+        "",
+        _EITHER,
     ),
 )

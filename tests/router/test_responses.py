@@ -297,7 +297,6 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
             "tools.0.parameters",
             '"not" is not supported',
         ),
-        ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "cannot be combined with tools"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", 'not supported by this version (got "low")'),
         (
             {"input": [message | {"phase": "last"}]},

@@ -1,0 +1,110 @@
+"""The grammar of an answer that either fits a response_format or calls tools, as the model itself writes calls. Pure.
+
+    {"city": "Rome", "temperature": 21}                                          the format
+    <tool_call>\\n{"name": "weather", "arguments": {…}}\\n</tool_call>             … or calls: of hermes,
+    {"name": "weather", "parameters": {…}}; {…}                                  of llama,
+    [TOOL_CALLS][{"name": "weather", "arguments": {…}}, …]                       of mistral,
+    [TOOL_CALLS]weather[ARGS]{…}                                                 and of its newer models
+
+Agents that end with a structured answer send both with each turn. Arguments fit their function's schema where a grammar can say
+it, and are any object where none can, as without a format; of a function that is `strict` such a schema is an error. What is
+made is a structural tag, as xgrammar has them; a mark that is a special token, and so no text, is named by its id.
+
+Source: XGrammar's documentation of structural tags, version 0.2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from router.chat_types import ChatBody, Function
+from router.events import Grammar
+from router.forced_calls import NO_ARGUMENTS, is_of_objects
+from router.openai_types import ApiError, bad_request
+from router.schema_words import plain
+from router.structured import ANY_OBJECT, check_size, ending_with, grammar_of, schema_grammar
+from router.tool_syntax import ToolSyntax
+
+_MAX_BLANKS: Final = 16  # between two tokens of JSON, as in other answers (engine/grammars.py)
+Format = dict[str, Any]
+
+
+def either_grammar(
+    body: ChatBody, syntax: ToolSyntax, special: Mapping[int, str], end_token_ids: Sequence[int]
+) -> Grammar | None:
+    """What the answer must fit; None: any text. Raises ApiError. special: tokens of the syntax that are no text here, by id."""
+    answer = grammar_of(body.response_format, None, end_token_ids, ignores_end=body.ignore_eos)
+    if answer is None:
+        return None
+    ids = {text: token_id for token_id, text in special.items()}
+    tag = {"type": "structural_tag", "format": _either(_json(answer.text), _calls(body, syntax, ids))}
+    text = json.dumps(tag, ensure_ascii=False)
+    check_size(text, "tools")
+    return ending_with(Grammar("structural_tag", text, field="response_format"), end_token_ids, "response_format")
+
+
+def _calls(body: ChatBody, syntax: ToolSyntax, ids: Mapping[str, int]) -> Format:
+    """One call or more."""
+    functions = [tool.function for tool in body.tools]
+    arguments = [_arguments(function, position) for position, function in enumerate(functions)]
+    key, mark = syntax.argument_keys[0] if not syntax.bare else syntax.argument_keys[-1], _piece(syntax.mark, ids)
+    if syntax.is_named and "[ARGS]" in ids:
+        named = [
+            _sequence(mark, _text(function.name), _piece("[ARGS]", ids), each)
+            for function, each in zip(functions, arguments, strict=True)
+        ]
+        return _repeated(_either(*named), "", body)
+    objects = _either(
+        *(
+            _sequence(_text(f'{{"name": {json.dumps(function.name)}, "{key}": '), each, _text("}"))
+            for function, each in zip(functions, arguments, strict=True)
+        )
+    )
+    if syntax.is_list:
+        opening = _either(_text("["), _text(" ["))
+        return _sequence(mark, opening, _repeated(objects, ", ", body), _text("]"))
+    if syntax.bare:
+        return _repeated(objects, "; ", body)
+    return _repeated(_sequence(mark, _text("\n"), objects, _text("\n"), _piece(syntax.closes, ids)), "\n", body)
+
+
+def _arguments(function: Function, position: int) -> Format:
+    field, parameters = f"tools.{position}.function.parameters", function.parameters or NO_ARGUMENTS
+    try:
+        grammar = schema_grammar(parameters, field)
+        if not is_of_objects(plain(parameters)):
+            raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
+    except ApiError:
+        if function.strict:
+            raise
+        grammar = schema_grammar(ANY_OBJECT, field)
+    return _json(grammar.text)
+
+
+def _json(schema: str) -> Format:
+    return {"type": "json_schema", "json_schema": json.loads(schema), "max_whitespace_cnt": _MAX_BLANKS}
+
+
+def _text(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _piece(text: str, ids: Mapping[str, int]) -> Format:
+    return {"type": "token", "token": ids[text]} if text in ids else _text(text)
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": [*elements]}
+
+
+def _either(*elements: Format) -> Format:
+    return {"type": "or", "elements": [*elements]}
+
+
+def _repeated(each: Format, separator: str, body: ChatBody) -> Format:
+    if not body.parallel_tool_calls:
+        return each
+    further = _sequence(_text(separator), each) if separator else each
+    return _sequence(each, {"type": "star", "content": further})
