@@ -226,8 +226,13 @@ class _Chat:
         answer = Answer(time.monotonic())
         try:
             with closing(_asked(self._config, self._server, self._talk, question, answer)) as pieces:
+                num_shown = 0  # characters of the thought
                 for piece in pieces:
-                    sys.stdout.write(shown(piece))
+                    if thought := answer.thought[num_shown:]:
+                        self._console.print(Text(shown(thought), "dim"), end="")
+                        num_shown += len(thought)
+                    is_first = num_shown and piece and piece == answer.text
+                    sys.stdout.write("\n\n" * bool(is_first) + shown(piece))
                     sys.stdout.flush()
             how = answer.in_words()
         except KeyboardInterrupt:
@@ -235,7 +240,7 @@ class _Chat:
         except ChatProblem as problem:
             how = str(problem)
         self._talk.answered(question, answer)
-        if answer.text and not answer.text.endswith("\n"):
+        if (told := answer.text or answer.thought) and not told.endswith("\n"):
             sys.stdout.write("\n")
         self._dim(how)
 

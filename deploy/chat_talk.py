@@ -110,6 +110,11 @@ class Typing:
         return text
 
 
+def _text(told: str | None) -> str:
+    """Half a surrogate pair is JSON, and no text."""
+    return (told or "").encode("utf-8", "replace").decode()
+
+
 @dataclass(slots=True)
 class Answer:
     """One answer while it comes. Instants in seconds, of one clock."""
@@ -121,18 +126,19 @@ class Answer:
     completion_tokens: int | None = None  # as the server counts them
     prompt_tokens: int | None = None
     finish_reason: str | None = None
+    thought: str = ""  # what the model thought before, where the server tells that apart
 
     def take(self, event: Mapping[str, Any], now: float) -> str:
         """What an event adds to the text. Raises KeyError, TypeError, ValueError or AttributeError if it is none of a chat."""
-        piece = ""
+        piece = thought = ""
         for choice in event["choices"][:1]:
-            told: str = choice["delta"].get("content") or ""
-            piece = told.encode("utf-8", "replace").decode()  # half a surrogate pair is JSON, and no text
+            piece, thought = _text(choice["delta"].get("content")), _text(choice["delta"].get("reasoning_content"))
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        if piece:
+        if piece or thought:
             self.first_at = now if self.first_at is None else self.first_at
             self.last_at = now
             self.text += piece
+            self.thought += thought
         if usage := event.get("usage"):
             self.prompt_tokens, self.completion_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         return piece

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from proto import baton_pb2 as pb
 from router.choice_text import ChoiceText
 from router.events import RESCHEDULED, Failed, GenerationRequest
+from router.thought_text import Thinking
 from router.tool_calls import ToolUse
 from runtime.tracing import NOBODY, TraceContext
 
@@ -51,6 +52,7 @@ class Asked:
     echo: Echo | None = None
     drops_tokens: bool = False  # max_tokens 0: the request generates one, which nobody gets to see
     tools: ToolUse | None = None  # what of its text is a tool call; None: nothing
+    thinking: Thinking | None = None  # whether its text may have a thought, or begins in one; None: all of it is said
     known_end: str | None = None  # the finish reason of a resubmission that is complete as it came: no node hears of it
 
 

@@ -50,6 +50,7 @@ from router.shell import RouterShell
 from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, Writer, error_answer, json_answer
 from router.text import ModelText
+from router.thinking import ReasoningParser
 from router.tokenizing import DETOKENIZE, TOKENIZE, DetokenizeBody, TokenizeBody, Tokenizing
 from router.tool_calls import AUTOMATIC
 from router.worker_metrics import merged
@@ -85,6 +86,7 @@ class ApiSettings:
     max_n: int = 16
     all_workers: AllWorkers | None = None
     tool_parser: str = AUTOMATIC
+    reasoning_parser: ReasoningParser = "auto"
     launcher: LauncherLink | None = None  # who can kill nodes, on `baton up`
 
 
@@ -120,7 +122,11 @@ class Api:
         self._workers = settings.all_workers
         self._bodies = Bodies(settings.max_body_bytes)
         limits = IntakeLimits(
-            settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n, settings.tool_parser
+            settings.request_timeout_s,
+            settings.max_prompt_tokens,
+            settings.max_n,
+            settings.tool_parser,
+            settings.reasoning_parser,
         )
         self._intake = Intake(shell, text, settings.model_name, limits)
         self._sight = Sight(shell)
@@ -288,7 +294,9 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(REQUEST_ID, asked[0].request.request_id)
-        said = sum(len(text.text_before) for each in asked if each.tools for text in each.texts)  # by a resubmission
+        said = sum(
+            len(text.text_before) for each in asked if each.tools or each.thinking for text in each.texts
+        )  # by a resubmission
         writer = await off_loop(max(len(content), _CALL_COST * said), self._writer, body, asked)
         told = TraceContext(request.headers.get("traceparent", ""), ",".join(request.headers.getlist("tracestate")))
         client = None if account is None else account.client.name

@@ -24,6 +24,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.thought_text import CLOSES
+
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # What a template is told by the request, the model and the router; a client that could say it again would contradict them.
@@ -76,6 +78,7 @@ class ChatTemplate:
         self._with_tools = environment.from_string(tool_source)
         takes_tools = "tools" in find_undeclared_variables(environment.parse(tool_source))
         self.tool_source = tool_source if takes_tools else None  # None: it never mentions them
+        self.thinks = CLOSES in source or CLOSES in tool_source
 
     def render(
         self,

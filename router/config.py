@@ -29,6 +29,11 @@ class RouterConfig:
         "auto",
         "how the model writes tool calls; auto: as its chat template says",
     )
+    reasoning_parser: Literal["auto", "think", "none"] = knob(
+        "auto",
+        "whether a chat's thoughts, <think>…</think>, are told apart, as reasoning_content; auto: where the chat template knows of "
+        "them; none: they are content",
+    )
 
     host: str = knob("127.0.0.1", "address to listen on; loopback because without --api-keys nobody is asked for one")
     port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)

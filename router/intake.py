@@ -19,7 +19,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar, TypeVarTuple
+from typing import Final, NamedTuple, TypeVar, TypeVarTuple
 
 from proto.bounds import MAX_PROMPT_LOGPROBS
 from router.answer import Asked, Echo
@@ -29,12 +29,15 @@ from router.chat_types import ChatBody, Message
 from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Grammar, Sampling
 from router.json_reading import LARGE
+from router.max_tokens import chat_max_tokens, completion_max_tokens
 from router.openai_types import IDS_AT_ONCE, ApiError, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.stop_strings import Stops
 from router.text import ModelText, TextTooLong
 from router.text_turns import TextTurns
+from router.thinking import ReasoningParser, thinking_of
+from router.thought_text import TAGS, Thinking
 from router.tool_calls import AUTOMATIC, ToolUse, tool_use_of
 from router.wrong_values import NO_CHARACTER, shown
 
@@ -67,6 +70,14 @@ class IntakeLimits:
     max_prompt_tokens: int | None
     max_n: int
     tool_parser: str = AUTOMATIC
+    reasoning_parser: ReasoningParser = "auto"
+
+
+class _Reading(NamedTuple):
+    """What of an answer's text is more than text."""
+
+    tools: ToolUse | None
+    thinking: Thinking | None
 
 
 class Intake:
@@ -90,11 +101,11 @@ class Intake:
         if isinstance(body, ChatBody):
             tools = tool_use_of(body, self._text.tool_template, self._limits.tool_parser)
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-            max_tokens = _chat_max_tokens(body)
+            max_tokens = chat_max_tokens(body)
             size, takes = size_of_chat(num_bytes, body.messages), TEXT_COST * num_bytes
             prompts = [await off_loop(size, self._chat_prompt, body, self._most_tokens(), takes=takes)]
         else:
-            max_tokens = _completion_max_tokens(body)
+            max_tokens = completion_max_tokens(body)
             takes = TEXT_COST * num_bytes
             prompts = await off_loop(num_bytes, self._completion_prompts, body, self._most_tokens(), takes=takes)
         _check_resubmission(body, len(prompts))
@@ -132,7 +143,8 @@ class Intake:
                 num_choices=body.n,
                 generated_token_ids=generated,
             )
-            asked.append(await self._with_text(body, prompt, request, stops, tools, num_bytes))
+            reading = _Reading(tools, self._thinking(body, prompt, grammar))
+            asked.append(await self._with_text(body, prompt, request, stops, reading, num_bytes))
         return asked
 
     # ---------------------------------------------------------------- prompts
@@ -211,20 +223,23 @@ class Intake:
         prompt: _Prompt,
         request: GenerationRequest,
         stops: Stops,
-        tools: ToolUse | None,
+        reading: _Reading,
         num_bytes: int,
     ) -> Asked:
         """The request with the ways to text of its choices."""
-        spelled = {} if tools is None else self._text.spelled(tools.syntax.tokens)
+        tools, thinking = reading
+        tokens = [*(() if tools is None else tools.syntax.tokens), *(() if thinking is None else TAGS)]
+        spelled = self._text.spelled(tokens) if tokens else {}
         rules = TextRules(frozenset(request.sampling.stop_token_ids), stops, body.min_tokens, spelled)
         given = request.generated_token_ids
         if given:  # of one choice, without echo
             size = max(num_bytes, 16 * len(given))
             resumed = await off_loop(size, self._text.choice_text, rules, given, prompt.token_ids)
-            return Asked(request, [resumed], tools=tools, known_end=_known_end(request, resumed))
+            known_end = _known_end(request, resumed)
+            return Asked(request, [resumed], tools=tools, thinking=thinking, known_end=known_end)
         texts = [self._text.choice_text(rules, (), prompt.token_ids) for _ in range(body.n)]
         if isinstance(body, ChatBody) or not body.echo:
-            return Asked(request, texts, tools=tools)
+            return Asked(request, texts, tools=tools, thinking=thinking)
         token_ids, size = prompt.token_ids, max(num_bytes, 16 * len(prompt.token_ids))
         text = await off_loop(size, self._text.decode, token_ids) if prompt.text is None else prompt.text
         offsets: Sequence[int] = ()
@@ -233,6 +248,15 @@ class Intake:
         elif request.sampling.wants_prompt_logprobs:
             offsets = await off_loop(size, self._text.offsets_in, text)
         return Asked(request, texts, Echo(text, offsets), drops_tokens=body.max_tokens == 0)
+
+    def _thinking(self, body: CompletionBody | ChatBody, prompt: _Prompt, grammar: Grammar | None) -> Thinking | None:
+        thinks = (
+            self._text.thinks if self._limits.reasoning_parser == "auto" else self._limits.reasoning_parser == "think"
+        )
+        if not thinks or not isinstance(body, ChatBody):
+            return None
+        decode = functools.partial(self._text.decode, skip_special_tokens=False)
+        return thinking_of(body, prompt.token_ids, decode, is_bound=grammar is not None)
 
     # ---------------------------------------------------------------- limits
 
@@ -288,30 +312,6 @@ class Intake:
             return asked_tokens
         room_now = (self._shell.max_total_tokens_now or longest) - num_prompt_tokens
         return room_now if room_now >= 1 else room  # no more than needs no node that has gone
-
-
-def _chat_max_tokens(body: ChatBody) -> int | None:
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs", "needs logprobs to be true")
-    if body.max_tokens == 0:
-        raise bad_request("max_tokens", "must be greater than or equal to 1, not 0")
-    if body.max_completion_tokens is None:
-        return body.max_tokens
-    if body.max_tokens not in (None, body.max_completion_tokens):
-        raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
-    return body.max_completion_tokens
-
-
-def _completion_max_tokens(body: CompletionBody) -> int | None:
-    if body.best_of not in (None, body.n):
-        raise bad_request("best_of", f"must equal n, {body.n}, not {shown(body.best_of)}")
-    if body.max_tokens == 0:
-        if not body.echo:
-            raise bad_request("max_tokens", "must be greater than or equal to 1, not 0, without echo")
-        if body.min_tokens > 0:
-            raise bad_request("min_tokens", f"must be at most max_tokens, 0, not {shown(body.min_tokens)}")
-        return 1
-    return body.max_tokens
 
 
 def _check_resubmission(body: CompletionBody | ChatBody, num_prompts: int) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from router.answer import Asked, Piece
+from router.choice_reader import ChoiceReader, reader_of
 from router.chunk_template import MARK_IDS, MARK_TEXT, ChunkTemplate
 from router.json_parts import ENTRIES_PER_SLICE, Sliced, dump_ascii, dump_unicode, in_slices, json_parts
 from router.logprobs import ScoredToken, chat_logprobs, completion_logprobs
@@ -32,7 +33,6 @@ from router.openai_types import ApiError
 from router.seeds import branch_seed
 from router.spelling import Spelling
 from router.tool_answers import delta_of, message_of, told_of
-from router.tool_calls import ChoiceCalls
 from router.tool_text import Told
 
 STREAM_END: Final = b"data: [DONE]\n\n"
@@ -138,8 +138,8 @@ class _Choice:
     num_cached: int = 0  # of the prompt's tokens; the same for all choices of a prompt, once it was told
     whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
     texts: list[str] = field(default_factory=list)
-    calls: ChoiceCalls | None = None  # of tools, where there are any
-    # What they make of the texts: read as those come, since it takes its time.
+    reader: ChoiceReader | None = None  # of thoughts and calls, where there may be any
+    # What it makes of the texts: read as those come, since it takes its time.
     told: list[Told] = field(default_factory=list)
     usual: ChunkTemplate | None = None  # of its chunks, once one has been written
 
@@ -150,7 +150,7 @@ class _Choice:
 
     def finish_reason(self, piece: Piece) -> str | None:
         """The piece's, as the client hears it."""
-        return piece.finish_reason if self.calls is None else self.calls.finish_reason(piece.finish_reason)
+        return piece.finish_reason if self.reader is None else self.reader.finish_reason(piece.finish_reason)
 
     def scored(self, piece: Piece) -> list[ScoredToken]:
         """The piece's tokens with their logprobs, behind the prompt's if it is the first piece of an echo."""
@@ -166,11 +166,7 @@ class _Choice:
 
 
 def _begun(asked: Asked, choice: int) -> _Choice:
-    seed = branch_seed(asked.request.seed, choice)
-    if asked.tools is None:
-        return _Choice(asked, seed)
-    calls = ChoiceCalls(asked.tools, seed, asked.request.prompt_token_ids, asked.texts[choice].text_before)
-    return _Choice(asked, seed, calls=calls)
+    return _Choice(asked, branch_seed(asked.request.seed, choice), reader=reader_of(asked, choice))
 
 
 class AnswerWriter:
@@ -212,7 +208,8 @@ class AnswerWriter:
         """Whether the piece is text behind which more follows: one short event, and nearly all there is of a stream."""
         choice = self._choices[index]
         options = self._options
-        has_begun = not choice.is_first and choice.calls is None and options.num_logprobs is None
+        is_said = choice.reader is None or choice.reader.is_plain
+        has_begun = not choice.is_first and is_said and options.num_logprobs is None
         return has_begun and not options.counts_in_chunks and piece.finish_reason is None and bool(piece.text)
 
     def usual_event(self, index: int, piece: Piece) -> bytes:
@@ -254,9 +251,9 @@ class AnswerWriter:
 
     def _told(self, choice: _Choice, piece: Piece) -> tuple[dict[str, Any], bool]:
         """What the chunk of a piece says, and whether that is anything."""
-        if choice.calls is None:
+        if choice.reader is None:
             return self._form.part(choice.text_of(piece), choice.is_first), bool(piece.text)
-        delta = delta_of(choice.calls, told_of(choice.calls, piece.text, piece.finish_reason))
+        delta = delta_of(choice.reader, told_of(choice.reader, piece))
         first = {"role": "assistant", "content": ""} if choice.is_first else {}
         return {"delta": first | delta}, bool(delta)
 
@@ -292,10 +289,10 @@ class AnswerWriter:
         choice, whole = self._choices[index], self._choices[index].whole
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached = max(choice.num_cached, piece.num_cached)
-        if choice.calls is None:
+        if choice.reader is None:
             choice.texts.append(piece.text)
         else:
-            choice.told += told_of(choice.calls, piece.text, piece.finish_reason)
+            choice.told += told_of(choice.reader, piece)
         whole.token_ids += piece.token_ids
         whole.offsets += piece.offsets
         whole.logprobs += piece.logprobs
@@ -326,9 +323,9 @@ class AnswerWriter:
         return content
 
     def _whole(self, choice: _Choice) -> dict[str, Any]:
-        if choice.calls is None:
+        if choice.reader is None:
             return self._form.whole(choice.text_of(choice.whole))
-        return {"message": message_of(choice.calls, choice.told)}
+        return {"message": message_of(choice.reader, choice.told)}
 
     def _logprobs(self, choice: _Choice, piece: Piece) -> dict[str, Any] | None:
         num_top = self._options.num_logprobs
@@ -340,9 +337,14 @@ class AnswerWriter:
         for choice in self._choices:
             name = choice.asked.request.request_id
             cached[name] = max(cached.get(name, 0), choice.num_cached)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_completion,
             "total_tokens": self._num_prompt_tokens + num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
+        readers = [choice.reader for choice in self._choices if choice.reader is not None and choice.asked.thinking]
+        if readers:
+            num_thought = sum(reader.num_thought_tokens for reader in readers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+        return usage

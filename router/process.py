@@ -3,9 +3,8 @@
     model text    registry server (gRPC), or reader (Redis) ──> shell(core) <── session dialer
         └─────────────────────────> HTTP API ────────────────────┘
 
-What the user can mend (model directory, a taken port) is one line and exit code 2. Any other exception is a bug, wherever it
-arises: in a task, in a callback. It ends the process with a traceback and exit code 1; whoever starts it again gets a new
-incarnation, and nodes free the old one's work within the grace.
+What the user can mend (model directory, a taken port) is one line and exit code 2. Any other exception, in a task or a callback,
+is a bug: a traceback and exit code 1; whoever starts it again gets a new incarnation, and nodes free the old one's work in time.
 
 SIGTERM drains: connections that clients keep for later are closed, new requests are answered 503, `/ready` says so, and what was
 accepted ends as if nothing had happened, until the drain timeout. SIGINT, or the end of that time, ends every request with an
@@ -339,7 +338,8 @@ def api_settings(config: RouterConfig, name: str, all_workers: AllWorkers | None
         config.max_n,
         all_workers,
         config.tool_parser,
-        None if config.launcher is None else LauncherLink(config.launcher),
+        config.reasoning_parser,
+        LauncherLink(config.launcher) if config.launcher else None,
     )
 
 

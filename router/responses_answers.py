@@ -1,10 +1,10 @@
 """Answers of /v1/responses: the response as one object, and the typed events of its stream. Pure, but for `created_at`.
 
     response.created, response.in_progress
-      response.output_item.added              a message, or a function call
-        response.content_part.added           of a message
-          response.output_text.delta …        or response.function_call_arguments.delta …
-          response.output_text.done           or response.function_call_arguments.done
+      response.output_item.added              a message, a thought or a function call
+        response.content_part.added           of a message or a thought
+          response.output_text.delta …        or response.reasoning_text.delta …, response.function_call_arguments.delta …
+          response.output_text.done           or response.reasoning_text.done, response.function_call_arguments.done
         response.content_part.done
       response.output_item.done
     response.completed | response.incomplete | response.failed
@@ -19,14 +19,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from router.answer import Asked, Piece
+from router.choice_reader import reader_of
 from router.json_parts import dump_ascii, dump_unicode
 from router.openai_answers import unix_seconds
 from router.openai_types import ApiError
 from router.responses_types import ResponsesBody, renamed
-from router.seeds import branch_seed
 from router.tool_answers import told_of
-from router.tool_calls import ChoiceCalls
-from router.tool_text import Called, Said, Told
+from router.tool_text import Called, Said, Thought, Told
 
 _REASONS: Final = {"length": "max_output_tokens"}  # why one is incomplete
 _COMPLETE: Final = ("stop", "tool_calls")
@@ -43,10 +42,7 @@ class ResponsesWriter:
         self._asked = asked
         self._request_id = asked.request.request_id
         self._created_at = unix_seconds()
-        self._calls: ChoiceCalls | None = None
-        if asked.tools is not None:
-            seed = branch_seed(asked.request.seed, 0)
-            self._calls = ChoiceCalls(asked.tools, seed, asked.request.prompt_token_ids)
+        self._reader = reader_of(asked, 0)
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._is_open = False
         self._num_tokens = 0
@@ -101,11 +97,17 @@ class ResponsesWriter:
         self._num_tokens += len(piece.token_ids)
         self._num_cached = piece.num_cached
         told: Sequence[Told] = [Said(piece.text)] if piece.text else []
-        if self._calls is not None:
-            told = told_of(self._calls, piece.text, piece.finish_reason)
+        if self._reader is not None:
+            told = told_of(self._reader, piece)
         events: list[Event] = []
         for each in told:
-            events += self._said(each.text) if isinstance(each, Said) else self._called(each)
+            match each:
+                case Said():
+                    events += self._said(each.text)
+                case Called():
+                    events += self._called(each)
+                case Thought():
+                    events += self._thought(each.text)
         if piece.finish_reason is not None:
             events += self._finish(piece.finish_reason)
         return events
@@ -124,12 +126,22 @@ class ResponsesWriter:
             events.append(self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[]))
         return events
 
+    def _thought(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not self._items:
+            events.append(self._open({"id": self._item_id("rs"), "type": "reasoning", "summary": [], "content": []}))
+            part = {"type": "reasoning_text", "text": ""}
+            self._items[-1]["content"] = [part]
+            events.append(self._of_item("content_part.added", content_index=0, part=dict(part)))
+        self._items[-1]["content"][0]["text"] += text
+        return [*events, self._of_item("reasoning_text.delta", content_index=0, delta=text)]
+
     def _called(self, told: Called) -> list[Event]:
         events: list[Event] = []
         if told.name is not None:
-            assert self._calls is not None
+            assert self._reader is not None
             events += self._close("completed")
-            call_id = self._calls.calls[told.index].id
+            call_id = self._reader.calls[told.index].id
             item = {"id": self._item_id("fc"), "type": "function_call", "call_id": call_id, "name": told.name}
             events.append(self._open(item | {"arguments": ""}))
         self._items[-1]["arguments"] += told.arguments
@@ -140,7 +152,8 @@ class ResponsesWriter:
         is_complete = reason in _COMPLETE
         self._status = "completed" if is_complete else "incomplete"
         self._incomplete = None if is_complete else {"reason": _REASONS.get(reason, reason)}
-        events = [] if self._items else self._said("")  # nothing is an empty message
+        has_said = bool(self._items) and (self._items[-1]["type"] != "reasoning" or not is_complete)
+        events = [] if has_said else self._said("")  # nothing is an empty message
         return [*events, *self._close(self._status)]
 
     # ---------------------------------------------------------------- items
@@ -161,6 +174,12 @@ class ResponsesWriter:
             part = item["content"][0]
             events = [
                 self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+                self._of_item("content_part.done", content_index=0, part=part),
+            ]
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            events = [
+                self._of_item("reasoning_text.done", content_index=0, text=part["text"]),
                 self._of_item("content_part.done", content_index=0, part=part),
             ]
         else:
@@ -229,6 +248,6 @@ class ResponsesWriter:
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reader.num_thought_tokens if self._reader else 0},
             "total_tokens": num_prompt + self._num_tokens,
         }

@@ -125,6 +125,25 @@ class OutputItem(_Item):
     output: Text
 
 
+class ReasoningPart(Nested):
+    """Text of a thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: StrictStr
+
+
+Parts = Annotated[list[ReasoningPart], Field(fail_fast=True)]
+
+
+class ReasoningItem(_Item):
+    """What the model thought before it said or called what follows, as an answer told it."""
+
+    type: Literal["reasoning"]
+    summary: Parts = Field(default_factory=list)
+    content: Parts | None = None
+    encrypted_content: None = None
+
+
 def _kind_of(item: object) -> str | None:
     if not isinstance(item, dict):
         return None
@@ -134,7 +153,8 @@ def _kind_of(item: object) -> str | None:
 Item = Annotated[
     Annotated[MessageItem, Tag("message-item")]
     | Annotated[CallItem, Tag("function_call-item")]
-    | Annotated[OutputItem, Tag("function_call_output-item")],
+    | Annotated[OutputItem, Tag("function_call_output-item")]
+    | Annotated[ReasoningItem, Tag("reasoning-item")],
     Discriminator(_kind_of),
 ]
 Items = Annotated[
@@ -261,18 +281,24 @@ def _chat_choice(choice: object) -> object:
     return choice
 
 
-def _messages(items: list[MessageItem | CallItem | OutputItem]) -> list[dict[str, Any]]:
-    """Calls belong to what the assistant said before them."""
+def _messages(items: list[MessageItem | CallItem | OutputItem | ReasoningItem]) -> list[dict[str, Any]]:
+    """Calls belong to what the assistant said before them, a thought to what it said or called behind it."""
     messages: list[dict[str, Any]] = []
+    thought: dict[str, str] = {}
     for item in items:
         match item:
+            case ReasoningItem():
+                thought = {"reasoning_content": "".join([part.text for part in item.content or []])}
             case MessageItem():
-                messages.append({"role": item.role, "content": _text(item.content)})
+                of_assistant = thought if item.role == "assistant" else {}
+                messages.append({"role": item.role, "content": _text(item.content)} | of_assistant)
+                thought = {}
             case OutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             case CallItem():
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
+                if not messages or messages[-1]["role"] != "assistant" or thought:
+                    messages.append({"role": "assistant", "content": ""} | thought)
+                    thought = {}
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 messages[-1].setdefault("tool_calls", []).append(call)
     return messages

@@ -90,6 +90,11 @@ class ModelText:
             raise ModelDirectoryError(f"{directory / 'generation_config.json'}: {error.message}") from error
 
     @property
+    def thinks(self) -> bool:
+        """Whether its chat template knows of thoughts."""
+        return self._template is not None and self._template.thinks
+
+    @property
     def tool_template(self) -> str | None:
         """The source of the chat template that takes tools; None: this model has none."""
         return None if self._template is None else self._template.tool_source

@@ -57,9 +57,9 @@ def tool_use_of(body: ChatBody, tool_template: str | None, parser: str) -> ToolU
 
 
 class ChoiceCalls:
-    """One choice's text, from what it says to what it calls; behind `text_before`, which somebody else has told."""
+    """One choice's text, from what it says to what it calls."""
 
-    def __init__(self, use: ToolUse, seed: int, prompt_token_ids: Sequence[int], text_before: str = "") -> None:
+    def __init__(self, use: ToolUse, seed: int, prompt_token_ids: Sequence[int]) -> None:
         self._use = use
         self._seed = seed
         self._prompt_token_ids = prompt_token_ids
@@ -69,7 +69,6 @@ class ChoiceCalls:
         self._opening = "" if use.is_either and not use.syntax.bare else None
         self._is_answer = False
         self.calls: list[Call] = []  # by index
-        self.push(text_before)
 
     def push(self, text: str) -> list[Told]:
         """What more text lets be told."""
@@ -109,8 +108,3 @@ class ChoiceCalls:
     def _id_of(self, index: int) -> str:
         self._prompt_digest = self._prompt_digest or digest_of(self._prompt_token_ids)
         return call_id(self._seed, self._prompt_digest, index, is_short=self._use.syntax.has_short_ids)
-
-
-def content_of(told: Sequence[Told]) -> str:
-    """What is said, in one."""
-    return "".join([each.text for each in told if isinstance(each, Said)])

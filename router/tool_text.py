@@ -35,6 +35,13 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that comes before what is said (thought_text.py)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Called:
     """The beginning of a call, or what follows of it."""
 
@@ -43,7 +50,7 @@ class Called:
     arguments: str
 
 
-Told = Said | Called
+Told = Said | Called | Thought
 
 
 class ToolReader:
@@ -124,7 +131,7 @@ class ToolReader:
                 return True
         mark = self._syntax.mark  # no mark ends as one begins: none is begun in front of where content begins
         at = self._rest.find(mark, self._at) if mark else -1
-        until = at if at >= 0 else len(self._rest) - _begun(mark, self._rest)
+        until = at if at >= 0 else len(self._rest) - begun(mark, self._rest)
         shown = self._rest[self._at : until].rstrip()
         self._say(shown)
         self._at += len(shown)
@@ -214,8 +221,8 @@ class ToolReader:
         for mark in marks:  # the second in front of the first only: it may be far away, and each call would look for it
             found = self._rest.find(mark, self._at, len(self._rest) if end < 0 else end + len(mark) - 1)
             end = found if found >= 0 else end
-        begun = max([_begun(mark, self._rest, self._at) for mark in marks], default=0)
-        until = end if end >= 0 else len(self._rest) - begun
+        length = max([begun(mark, self._rest, self._at) for mark in marks], default=0)
+        until = end if end >= 0 else len(self._rest) - length
         self._told.append(Called(self.num_calls - 1, None, self._rest[self._at : until]))
         self._at = until
         if end >= 0:
@@ -289,7 +296,7 @@ class ToolReader:
         return not self._syntax.bare or scan.name in self._offered
 
 
-def _begun(mark: str, text: str, start: int = 0) -> int:
+def begun(mark: str, text: str, start: int = 0) -> int:
     """The length of the text's longest end, from `start` on, that begins the mark and is not all of it."""
     longest = min(len(mark) - 1, len(text) - start)
     return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
@@ -300,7 +307,7 @@ def _joined(told: Iterable[Told]) -> list[Told]:
     joined: list[Told] = []
     for index, group in itertools.groupby(told, lambda each: each.index if isinstance(each, Called) else None):
         parts = list(group)
-        text = "".join([each.text if isinstance(each, Said) else each.arguments for each in parts])
+        text = "".join([each.arguments if isinstance(each, Called) else each.text for each in parts])
         name = parts[0].name if isinstance(parts[0], Called) else None
         if index is None:
             joined.append(Said(text))

@@ -128,6 +128,7 @@ KNOWN_VARIABLES: Final = frozenset(
         "BATON_QUESTION",
         "BATON_RATE",
         "BATON_READY_FILE",
+        "BATON_REASONING_PARSER",
         "BATON_REFUSE_LATE",
         "BATON_REGISTRY",
         "BATON_REGISTRY_HOST",

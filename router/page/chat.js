@@ -129,6 +129,8 @@ export class Chat {
 class Answer {
   constructor(prompt, kill) {
     this.text = "";
+    this.hasThought = false; // something, which stands in front of what it says
+    this.hasSaid = false;
     this.begunAt = performance.now();
     this.pieces = []; // {at: seconds since it was sent, length: of the text by then}
     this.takeovers = 0;
@@ -150,7 +152,7 @@ class Answer {
 
   /** More of the answer; whether there was text in it. It is drawn once a frame, however fast it comes. */
   take(chunk) {
-    const text = chunk.choices[0]?.delta?.content || "";
+    const text = this.#told(chunk.choices[0]?.delta || {});
     if (!text) return false;
     this.text += text;
     this.pieces.push({ at: (performance.now() - this.begunAt) / 1000, length: this.text.length });
@@ -159,6 +161,16 @@ class Answer {
       requestAnimationFrame(() => this.draw());
     }
     return true;
+  }
+
+  #told(delta) {
+    const thought = delta.reasoning_content || "";
+    const said = delta.content || "";
+    const beforeThought = thought && !this.hasThought ? "Thinks: " : "";
+    this.hasThought ||= Boolean(thought);
+    const beforeSaid = said && this.hasThought && !this.hasSaid ? "\n\n" : "";
+    this.hasSaid ||= Boolean(said);
+    return beforeThought + thought + beforeSaid + said;
   }
 
   /** What has come, now. */

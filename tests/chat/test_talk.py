@@ -77,6 +77,10 @@ def test_an_answer_has_the_servers_count_of_tokens_and_the_instants_of_its_text(
     answer.take({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 11}}, 12.0)
     assert figures_of(answer) == ("Hallo?", 0.5, 20.0)
     assert answer.in_words() == "11 tokens · 20.0 tokens/s · first after 500 ms · ended by length"
+    thinking = {"choices": [{"delta": {"reasoning_content": "So", "content": None}}]}
+    thoughtful = Answer(begun_at=10.0)
+    assert thoughtful.take(thinking, 10.2) == "" and thoughtful.take(event("Yes"), 10.5) == "Yes"
+    assert (thoughtful.thought, thoughtful.text) == ("So", "Yes") and thoughtful.first_at == 10.2
     assert "cut short" in Answer(0.0, finish_reason="pd_reschedule").in_words()
     assert Answer(0.0, "x", 1.0, 1.0, 1).tokens_per_s is None and Answer(0.0, "x", 1.0, 2.0).tokens_per_s is None
     hostile: list[dict[str, Any]] = [{}, {"choices": [{}]}, {"choices": 3}, {"choices": [3]}]

@@ -183,6 +183,15 @@ def test_an_answer_that_is_none_of_a_routers_is_said_to_be_none_and_ends_the_cha
     page.log()
 
 
+def test_what_the_model_thinks_stands_in_front_of_what_it_says(page: Browser, router: ScriptedRouter) -> None:
+    thought = b'{"choices": [{"index": 0, "delta": {"reasoning_content": "So "}}]}'
+    router.chat = lambda: iter([thought, thought, token("Yes. "), token("Yes."), b"[DONE]"])
+    page.write("#prompt", "hi" + ENTER)
+    page.wait("return document.querySelectorAll('.cursor').length === 0 && document.querySelector('.answer')")
+    told = page.wait("return document.querySelector('.answer:last-child .answer-text')?.textContent")
+    assert told == "Thinks: So So \n\nYes. Yes."
+
+
 @pytest.mark.parametrize("data", [b"{", b"null", b"{}", b'{"choices": null}'])
 def test_what_is_no_part_of_an_answer_ends_it_with_a_sentence(
     page: Browser, router: ScriptedRouter, data: bytes

@@ -12,6 +12,7 @@ _FORCED: Final = ("tests/router/test_forced_calls.py",)
 _RESPONSES: Final = ("tests/router/test_responses.py",)
 _STREAM: Final = ("tests/router/test_stream_equals_whole.py",)
 _TEMPLATE: Final = ("tests/router/test_chat_template.py",)
+_THOUGHTS: Final = ("tests/router/test_thoughts.py",)
 _EITHER: Final = ("tests/router/test_either_grammar.py",)
 
 MUTANTS: Final = (
@@ -19,7 +20,7 @@ MUTANTS: Final = (
         "half-a-mark-is-content",
         "The beginning of a tool call's tag is shown before what follows decides it.",
         "router/tool_text.py",
-        "until = at if at >= 0 else len(self._rest) - _begun(mark, self._rest)",
+        "until = at if at >= 0 else len(self._rest) - begun(mark, self._rest)",
         "until = at if at >= 0 else len(self._rest)",
         _TEXT,
     ),
@@ -58,7 +59,7 @@ MUTANTS: Final = (
     Mutant(
         "resubmission-reads-a-call-from-its-middle",
         "What goes on behind a call that was begun does not know of it.",
-        "router/tool_calls.py",
+        "router/choice_reader.py",
         "        self.push(text_before)\n",
         "",
         _CALLS,
@@ -187,10 +188,10 @@ MUTANTS: Final = (
         "a-long-call-is-read-at-the-end",
         "A whole answer's text is taken apart when all of it is there, and everybody else waits.",
         "router/openai_answers.py",
-        "            choice.told += told_of(choice.calls, piece.text, piece.finish_reason)\n",
+        "            choice.told += told_of(choice.reader, piece)\n",
         "            choice.texts.append(piece.text)\n"
         "            if piece.finish_reason is not None:\n"
-        '                choice.told = told_of(choice.calls, "".join(choice.texts), piece.finish_reason)\n',
+        '                choice.told = told_of(choice.reader, replace(piece, text="".join(choice.texts)))\n',
         ("tests/router/test_answers.py",),
     ),
     Mutant(
@@ -224,5 +225,45 @@ MUTANTS: Final = (
         "        is_text[[token_id for token_id in special if token_id < len(spelled)]] = True\n",
         "",
         _EITHER,
+    ),
+    Mutant(
+        "half-a-tag-is-thought",
+        "The beginning of a thought's end is told before what follows decides it.",
+        "router/thought_text.py",
+        "until = at if at >= 0 else len(rest) - begun(CLOSES, rest)",
+        "until = at if at >= 0 else len(rest)",
+        _THOUGHTS,
+    ),
+    Mutant(
+        "every-answer-begins-in-a-thought",
+        "Behind a prompt that has ended the thought it is looked for all the same.",
+        "router/thinking.py",
+        "    if end.endswith(CLOSES):\n        return None\n",
+        "",
+        _THOUGHTS,
+    ),
+    Mutant(
+        "bound-text-is-a-thought",
+        "Where the prompt has begun a thought, and a grammar binds the text, all of that is a thought.",
+        "router/thinking.py",
+        "    if is_bound:\n        return None\n",
+        "",
+        _THOUGHTS,
+    ),
+    Mutant(
+        "tokens-of-the-answer-are-of-the-thought",
+        "Tokens that come in one message with the end of a thought all count as thought.",
+        "router/choice_reader.py",
+        "            self._num_undecided -= sum(offset >= end for offset in offsets)\n",
+        "",
+        _THOUGHTS,
+    ),
+    Mutant(
+        "blanks-told-by-how-they-come",
+        "White space in front of a thought's end depends on how the text was cut.",
+        "router/thought_text.py",
+        "            self._spills = shown[-1].isspace()\n",
+        "            self._spills = False\n",
+        _THOUGHTS,
     ),
 )

@@ -62,6 +62,7 @@ ARRIVES: Final[Mapping[str, tuple[str, Callable[[Made], object], object]]] = {
     "max_prompt_tokens": ("18", lambda made: made.api.max_prompt_tokens, 18),
     "max_n": ("19", lambda made: made.api.max_n, 19),
     "tool_parser": ("hermes", lambda made: made.api.tool_parser, "hermes"),
+    "reasoning_parser": ("none", lambda made: made.api.reasoning_parser, "none"),
     "launcher": ("localhost:1/abc", lambda made: made.api.launcher is not None, True),
     "max_header_kib": ("20", lambda made: made.http.max_head_bytes, 20 << 10),
     "header_timeout_s": ("2.5", lambda made: made.http.head_timeout_s, 2.5),

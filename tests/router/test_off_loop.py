@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from router import intake, stop_strings, tokenizing, tool_calls
+from router import answer_grammar, intake, stop_strings, tokenizing, tool_calls
 from router.json_parts import dump_ascii
 from router.openai_types import prompts_of
 from router.structured import grammar_of
@@ -149,7 +149,7 @@ def test_a_large_grammar_is_read_beside_the_loop(
         threads.append(threading.get_ident())
         return grammar_of(*args, **named)
 
-    monkeypatch.setattr(intake, "grammar_of", noted)
+    monkeypatch.setattr(answer_grammar, "grammar_of", noted)
 
     async def scenario(router: LiveRouter) -> None:
         refused = await router.post(**asked)
