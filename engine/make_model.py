@@ -29,16 +29,26 @@ def make_model(
 ) -> None:
     """Write the directory for dtype "fp32", "bf16" or "fp16"; `report` gets a line now and then for a large one.
 
-    Raises ModelError if it exists and is not empty.
+    Raises ModelError if it exists and is not empty. Who is interrupted leaves it empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty directory")
+    out.mkdir(parents=True, exist_ok=True)
+    is_whole = False
+    try:
+        _write_model(size, dtype, seed, out, report)
+        is_whole = True
+    finally:
+        for half in () if is_whole else [*out.iterdir()]:
+            half.unlink()
+
+
+def _write_model(size: ModelSize, dtype: str, seed: int, out: Path, report: Callable[[str], None]) -> None:
     from safetensors.torch import save  # torch is heavy: a wrong flag is told before it is loaded
 
     from engine.kv_memory import TORCH_DTYPES
     from engine.random_weights import draw_weights
 
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", config_json(size, dtype))
     write_json(
         out / "generation_config.json",
@@ -75,10 +85,9 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def _seed(text: str) -> int:
-    seed = int(text)
-    if not 0 <= seed < 1 << 63:
-        raise argparse.ArgumentTypeError(f"{seed} is not in 0 .. 2^63 - 1")
-    return seed
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 63):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^63 - 1, not {text!r}")
+    return int(text)
 
 
 def main(argv: list[str]) -> int:
@@ -100,6 +109,9 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         _say(f"--out {arguments.out}: cannot be written: {error.strerror or error}")
         return 2
+    except KeyboardInterrupt:
+        _say(f"interrupted; nothing is left in {arguments.out}")
+        return 130
     return 0
 
 

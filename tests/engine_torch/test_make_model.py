@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+import engine.random_weights
 from engine.batch import Segment, build_batch
 from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END
 from engine.kv_memory import KvMemory
@@ -100,6 +101,30 @@ def test_wrong_arguments_end_in_one_line_and_exit_code_2(
         main(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_seed_that_is_none_is_told_with_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("x", "-1", str(1 << 63), "1.5"):
+        with pytest.raises(SystemExit):
+            main(["--out", "x", f"--seed={text}"])
+        assert f"--seed: must be a whole number from 0 to 2^63 - 1, not {text!r}" in capsys.readouterr().err
+
+
+def test_who_is_interrupted_leaves_no_half_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model"
+
+    def interrupted(*_: object) -> None:
+        assert (out / "config.json").exists(), "in the middle"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.random_weights, "draw_weights", interrupted)
+        assert main(["--out", str(out)]) == 130
+    assert capsys.readouterr().err == f"baton model make: interrupted; nothing is left in {out}\n"
+    assert not [*out.iterdir()]
+    assert main(["--out", str(out)]) == 0
 
 
 def test_making_and_loading_a_model_never_imports_transformers() -> None:
