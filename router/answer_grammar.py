@@ -11,6 +11,8 @@ from router.events import Grammar
 from router.forced_calls import forced_grammar, is_forced
 from router.openai_types import CompletionBody
 from router.structured import grammar_of
+from router.thought_grammar import behind_thought
+from router.thought_text import TAGS, Thinking
 from router.tool_calls import ToolUse
 
 
@@ -31,8 +33,19 @@ def is_bound(body: CompletionBody | ChatBody) -> bool:
     return has_rules or (isinstance(body, ChatBody) and is_forced(body))
 
 
-def answer_grammar(body: CompletionBody | ChatBody, tools: ToolUse | None, text: TokenText) -> Grammar | None:
-    """What its answers must fit; None: any text. Raises ApiError."""
+def answer_grammar(
+    body: CompletionBody | ChatBody, tools: ToolUse | None, thinking: Thinking | None, text: TokenText
+) -> Grammar | None:
+    """What its answers must fit; None: any text. Raises ApiError.
+
+    Where the prompt has begun a thought that comes first, and else nothing does: who binds an answer wants it at once.
+    """
+    grammar = _bare(body, tools, text)
+    is_behind = grammar is not None and thinking is Thinking.BEGUN
+    return behind_thought(grammar, text.spelled(TAGS)) if grammar is not None and is_behind else grammar
+
+
+def _bare(body: CompletionBody | ChatBody, tools: ToolUse | None, text: TokenText) -> Grammar | None:
     ends = text.stop_token_ids
     if isinstance(body, ChatBody) and is_forced(body):
         return forced_grammar(body, ends)

@@ -39,7 +39,7 @@ def either_grammar(
     if answer is None:
         return None
     ids = {text: token_id for token_id, text in special.items()}
-    tag = {"type": "structural_tag", "format": _either(_json(answer.text), _calls(body, syntax, ids))}
+    tag = {"type": "structural_tag", "format": _either(json_format(answer.text), _calls(body, syntax, ids))}
     text = json.dumps(tag, ensure_ascii=False)
     check_size(text, "tools")
     return ending_with(Grammar("structural_tag", text, field="response_format"), end_token_ids, "response_format")
@@ -49,25 +49,25 @@ def _calls(body: ChatBody, syntax: ToolSyntax, ids: Mapping[str, int]) -> Format
     """One call or more."""
     functions = [tool.function for tool in body.tools]
     arguments = [_arguments(function, position) for position, function in enumerate(functions)]
-    key, mark = syntax.argument_keys[0] if not syntax.bare else syntax.argument_keys[-1], _piece(syntax.mark, ids)
+    key, mark = syntax.argument_keys[0] if not syntax.bare else syntax.argument_keys[-1], piece(syntax.mark, ids)
     if syntax.is_named and "[ARGS]" in ids:
         named = [
-            _sequence(mark, _text(function.name), _piece("[ARGS]", ids), each)
+            sequence(mark, _text(function.name), piece("[ARGS]", ids), each)
             for function, each in zip(functions, arguments, strict=True)
         ]
         return _repeated(_either(*named), "", body)
     objects = _either(
         *(
-            _sequence(_text(f'{{"name": {json.dumps(function.name)}, "{key}": '), each, _text("}"))
+            sequence(_text(f'{{"name": {json.dumps(function.name)}, "{key}": '), each, _text("}"))
             for function, each in zip(functions, arguments, strict=True)
         )
     )
     if syntax.is_list:
         opening = _either(_text("["), _text(" ["))
-        return _sequence(mark, opening, _repeated(objects, ", ", body), _text("]"))
+        return sequence(mark, opening, _repeated(objects, ", ", body), _text("]"))
     if syntax.bare:
         return _repeated(objects, "; ", body)
-    return _repeated(_sequence(mark, _text("\n"), objects, _text("\n"), _piece(syntax.closes, ids)), "\n", body)
+    return _repeated(sequence(mark, _text("\n"), objects, _text("\n"), piece(syntax.closes, ids)), "\n", body)
 
 
 def _arguments(function: Function, position: int) -> Format:
@@ -80,22 +80,26 @@ def _arguments(function: Function, position: int) -> Format:
         if function.strict:
             raise
         grammar = schema_grammar(ANY_OBJECT, field)
-    return _json(grammar.text)
+    return json_format(grammar.text)
 
 
-def _json(schema: str) -> Format:
-    return {"type": "json_schema", "json_schema": json.loads(schema), "max_whitespace_cnt": _MAX_BLANKS}
+def json_format(schema: str, *, is_compact: bool = False) -> Format:
+    """JSON that fits a schema; is_compact: with a blank at most between two tokens."""
+    blanks = 1 if is_compact else _MAX_BLANKS
+    return {"type": "json_schema", "json_schema": json.loads(schema), "max_whitespace_cnt": blanks}
 
 
 def _text(text: str) -> Format:
     return {"type": "const_string", "value": text}
 
 
-def _piece(text: str, ids: Mapping[str, int]) -> Format:
+def piece(text: str, ids: Mapping[str, int]) -> Format:
+    """A text; the token, where it is a special one."""
     return {"type": "token", "token": ids[text]} if text in ids else _text(text)
 
 
-def _sequence(*elements: Format) -> Format:
+def sequence(*elements: Format) -> Format:
+    """One behind the other."""
     return {"type": "sequence", "elements": [*elements]}
 
 
@@ -106,5 +110,5 @@ def _either(*elements: Format) -> Format:
 def _repeated(each: Format, separator: str, body: ChatBody) -> Format:
     if not body.parallel_tool_calls:
         return each
-    further = _sequence(_text(separator), each) if separator else each
-    return _sequence(each, {"type": "star", "content": further})
+    further = sequence(_text(separator), each) if separator else each
+    return sequence(each, {"type": "star", "content": further})

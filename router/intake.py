@@ -119,7 +119,10 @@ class Intake:
             raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
         size = _GRAMMAR_COST * num_bytes if is_bound(body) else 0
-        grammar = await off_loop(size, answer_grammar, body, tools, self._text)
+        thinking = self._thinking(body, prompts[0])
+        grammar = await off_loop(size, answer_grammar, body, tools, thinking, self._text)
+        if thinking is Thinking.MAYBE and grammar is not None:
+            thinking = None  # it begins with the first token
         stops = Stops(body.stop)
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = list[Asked]()
@@ -143,7 +146,7 @@ class Intake:
                 num_choices=body.n,
                 generated_token_ids=generated,
             )
-            reading = _Reading(tools, self._thinking(body, prompt, grammar))
+            reading = _Reading(tools, thinking)
             asked.append(await self._with_text(body, prompt, request, stops, reading, num_bytes))
         return asked
 
@@ -249,14 +252,14 @@ class Intake:
             offsets = await off_loop(size, self._text.offsets_in, text)
         return Asked(request, texts, Echo(text, offsets), drops_tokens=body.max_tokens == 0)
 
-    def _thinking(self, body: CompletionBody | ChatBody, prompt: _Prompt, grammar: Grammar | None) -> Thinking | None:
+    def _thinking(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> Thinking | None:
         thinks = (
             self._text.thinks if self._limits.reasoning_parser == "auto" else self._limits.reasoning_parser == "think"
         )
         if not thinks or not isinstance(body, ChatBody):
             return None
         decode = functools.partial(self._text.decode, skip_special_tokens=False)
-        return thinking_of(body, prompt.token_ids, decode, is_bound=grammar is not None)
+        return thinking_of(body, prompt.token_ids, decode)
 
     # ---------------------------------------------------------------- limits
 

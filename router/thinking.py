@@ -13,14 +13,12 @@ _END_TOKENS: Final = 16  # of a prompt, in which a tag of several tokens and lin
 
 
 def thinking_of(
-    body: ChatBody, prompt_token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], *, is_bound: bool
+    body: ChatBody, prompt_token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> Thinking | None:
-    """Of a model that may think. None: all of its text is said, since a grammar binds it, or the prompt has ended the thought.
+    """Of a model that may think. None: all of its text is said, since the prompt has ended the thought.
 
     `decode`: the text of tokens, special ones too.
     """
-    if is_bound:
-        return None
     if body.continue_final_message:
         _, opened, thought = str(body.messages[-1].for_template()["content"]).rpartition(OPENS)
         return Thinking.BEGUN if opened and CLOSES not in thought else None

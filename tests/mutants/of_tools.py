@@ -244,10 +244,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "bound-text-is-a-thought",
-        "Where the prompt has begun a thought, and a grammar binds the text, all of that is a thought.",
-        "router/thinking.py",
-        "    if is_bound:\n        return None\n",
-        "",
+        "Where a grammar binds the text from its first token a thought is looked for in it.",
+        "router/intake.py",
+        "if thinking is Thinking.MAYBE and grammar is not None:",
+        "if False:",
         _THOUGHTS,
     ),
     Mutant(

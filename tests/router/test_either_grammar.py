@@ -239,4 +239,4 @@ def test_without_a_format_nothing_binds() -> None:
         def spelled(self, tokens: Any) -> dict[int, str]:
             return {}
 
-    assert answer_grammar(body(response_format={"type": "text"}), None, Text()) is None
+    assert answer_grammar(body(response_format={"type": "text"}), None, None, Text()) is None

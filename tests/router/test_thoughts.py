@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from engine import plan
+from engine.byte_tokenizer import END_OF_TEXT, write_tokenizer
+from engine.grammars import Grammars
 from proto import baton_pb2 as pb
 from router.api import ApiSettings
 from router.choice_reader import ChoiceReader
+from router.events import Grammar
+from router.thought_grammar import behind_thought
 from router.thought_text import Thinking, ThoughtReader
 from tests.router.live_router import MODEL_NAME, LiveRouter
 from tests.router.scripted_nodes import Script, replying
@@ -35,6 +41,7 @@ TEMPLATE: Final = (
     + "{% endif %}"
 )
 SAID: Final = "<think>\nSo  she\nasks.\n</think>\n\nWell, <think> no.\n"
+BOUND: Final = "So {</think>\n\n{}"
 PARTED: Final = ("So  she\nasks.", "Well, <think> no.\n")
 
 
@@ -153,7 +160,7 @@ def test_a_thought_is_a_field_of_its_own_whole_and_streamed(
 
 
 @pytest.mark.covers("A01")
-def test_where_it_is_not_told_apart_it_is_content_and_where_a_grammar_binds_nobody_thinks(
+def test_where_it_is_not_told_apart_it_is_content_and_a_grammar_begins_behind_a_thought_that_has_begun(
     model: Path, tmp_path: Path
 ) -> None:
     async def as_it_is(router: LiveRouter) -> None:
@@ -161,18 +168,33 @@ def test_where_it_is_not_told_apart_it_is_content_and_where_a_grammar_binds_nobo
         assert "reasoning_content" not in message and message["content"] == SAID
 
     async def bound(router: LiveRouter) -> None:
-        asked: dict[str, Any] = {"messages": HI, "chat_template_kwargs": {"begun": True}}
-        answer = (await router.post(CHAT, **asked, response_format={"type": "json_object"})).json()
-        assert answer["choices"][0]["message"]["content"] == "{}"
-        completion = (await router.post("/v1/completions", prompt="a")).json()
-        assert completion["choices"][0]["text"] == "{}"
+        reply = await router.post(CHAT, messages=HI, response_format={"type": "json_object"})
+        assert reply.status_code == 200, reply.text
+        answer = reply.json()
+        assert answer["choices"][0]["message"]["content"] == BOUND
+        assert router.pair.prefill.dispatches[-1].sampling.grammar.kind == pb.Grammar.JSON_SCHEMA
+        completion = (await router.post("/v1/completions", prompt="a", max_tokens=50)).json()
+        assert completion["choices"][0]["text"] == BOUND
+        begun: dict[str, Any] = {"messages": HI, "chat_template_kwargs": {"begun": True}}
+        reply = await router.post(CHAT, **begun, response_format={"type": "json_object"})
+        assert reply.status_code == 200, reply.text
+        answer = reply.json()
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("So {", "{}")
+        assert router.pair.prefill.dispatches[-1].sampling.grammar.kind == pb.Grammar.STRUCTURAL_TAG
+
+    async def spelled(router: LiveRouter) -> None:
+        reply = await router.post(CHAT, messages=HI, structured_outputs={"regex": "<think>a"})
+        message = reply.json()["choices"][0]["message"]
+        assert message["content"] == "<think>a" and "reasoning_content" not in message, "as it was asked for"
 
     async def always(router: LiveRouter) -> None:
         message = (await router.post(CHAT, messages=HI)).json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == PARTED
 
     play(model, as_it_is, saying(SAID), settings=ApiSettings(MODEL_NAME, 30.0, 1 << 20, reasoning_parser="none"))
-    play(model, bound, saying("{}"))
+    play(model, bound, saying(BOUND))
+    play(model, spelled, saying("<think>a"))
     plain = write_thinking_model(tmp_path / "plain", HERMES_TEMPLATE)
     play(plain, as_it_is, saying(SAID))
     play(plain, always, saying(SAID), settings=ApiSettings(MODEL_NAME, 30.0, 1 << 20, reasoning_parser="think"))
@@ -281,3 +303,52 @@ def test_a_thought_that_is_cut_off_is_all_that_a_response_has(model: Path) -> No
         assert response["status"] == "incomplete"
 
     play(model, scenario, replying([*b"<think>So"], pb.FINISH_LENGTH))
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    directory = tmp_path_factory.mktemp("bytes")
+    write_tokenizer(300, 256, directory)
+    return Grammars(directory, 300)
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize("special", [{}, {256: "</think>"}], ids=["text", "special"])
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("json_schema", '{"type": "object"}'), '{"a": [1]}', "no"),
+        (Grammar("json_schema", '{"type": "array"}', is_compact=True), '["a",{"b": 1}]', '["a",  1]'),
+        (Grammar("regex", "[ab]{2}"), "ab", "abc"),
+        (Grammar("ebnf", 'root ::= "yes" | "no"'), "no", "nay"),
+        (
+            Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}'),
+            "x",
+            "y",
+        ),
+    ],
+    ids=["json", "compact", "regex", "ebnf", "tag"],
+)
+def test_behind_any_thought_the_answer_is_bound_as_it_would_be_without(
+    grammars: Grammars, grammar: Grammar, good: str, bad: str, special: dict[int, str]
+) -> None:
+    made = behind_thought(replace(grammar, end_token_ids=(END_OF_TEXT,)), special)
+    bound = plan.Grammar(made.kind, made.text, made.is_compact, made.end_token_ids)
+    grammars.check(bound)
+
+    def can_be_said(text: str) -> bool:
+        constraint = grammars.constraint(bound)
+        thought, tag, answer = text.partition("</think>")
+        for token_id in [*thought.encode(), *([256] if special and tag else tag.encode()), *answer.encode()]:
+            allowed = constraint.allowed()
+            if allowed is None or not allowed[token_id]:
+                return False
+            constraint.add(token_id)
+        allowed = constraint.allowed()
+        return allowed is None or bool(allowed[END_OF_TEXT])
+
+    for thought in ("", "\n", "So, {} <think> </thin \u0142"):
+        for blanks in ("", "\n\n"):
+            assert can_be_said(f"{thought}</think>{blanks}{good}")
+            assert not can_be_said(f"{thought}</think>{blanks}{bad}")
+    assert not can_be_said(good) and not can_be_said("So")
