@@ -83,7 +83,7 @@ def _show(config: StatusConfig, pages: Pages) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)  # for grep and for files: no name is cut short
-    if config.once or not console.is_terminal:
+    if config.once or not console.is_terminal or console.is_dumb_terminal:  # which cannot be drawn anew
         console.print(rendered(pages.url, state, requests, console.width))
         return
     shown = rendered(pages.url, state, requests, console.width, console.height)
@@ -144,7 +144,7 @@ def fit(num_lines: int, num_nodes: int, num_requests: int) -> tuple[int, int]:
 
 def _tables(nodes: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
     """Each row is one line, however narrow it is; one column too many would cut short what is in the others."""
-    unbounded = Console(width=_ANY_WIDTH)
+    unbounded = Console(width=_ANY_WIDTH, force_terminal=False)  # of a dumb terminal rich takes 80 for granted
     for table in (_nodes(nodes), *([_requests(requests)] if requests else [])):
         for column in table.columns:
             column.no_wrap = True

@@ -12,6 +12,7 @@ from typing import Literal
 
 from router.limits import MAX_CHOICES_PER_PROMPT
 from runtime.config import knob
+from runtime.knobs import is_unicode
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 from runtime.tracing import endpoint_problem
 
@@ -230,3 +231,8 @@ class RouterConfig:
             raise ValueError(problem)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("--served-model-name: must not be empty")
+        if self.served_model_name is None and not is_unicode(self.model.resolve().name):
+            name = self.model.resolve().name
+            raise ValueError(
+                f"--model {name!a}: is no name that clients could ask for, not being UTF-8; say --served-model-name"
+            )

@@ -141,7 +141,7 @@ class Knob:
     def _check_characters(self, text: str, where: str) -> None:
         if "\0" in text:  # which TOML can spell: no path, no name of a host, no argument of a process has any
             raise ConfigError(f"{where}: must be without NUL")
-        if self.kind is not Path and not _is_unicode(text):  # an argument may be any bytes, and go out as JSON, say
+        if self.kind is not Path and not is_unicode(text):  # an argument may be any bytes, and go out as JSON, say
             raise ConfigError(f"{where}: must be text in UTF-8")
 
     def _wrong(self, where: str) -> ConfigError:
@@ -191,7 +191,7 @@ def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> Knob:
     )
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether it can be told to others; what is not UTF-8 comes as halves of surrogate pairs."""
     try:
         text.encode()

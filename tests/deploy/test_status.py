@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -133,41 +134,57 @@ def test_a_key_is_the_routers_alone_to_see() -> None:
     assert keys == [("/state", "Bearer a-key"), ("/state", None)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_terminal_is_left_as_it_was_whichever_signal_ends_it(number: signal.Signals) -> None:
-    class Told(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(STATE if self.path == "/state" else {"data": []}).encode())
+class Told(BaseHTTPRequestHandler):
+    """A router with a node."""
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(STATE if self.path == "/state" else {"data": []}).encode())
 
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def on_a_terminal(term: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command before such a router, and the other end of its terminal."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         terminal, its = pty.openpty()
-        command = [
-            sys.executable,
-            "-m",
-            "deploy.status",
-            f"http://127.0.0.1:{server.server_port}",
-            "--interval-s",
-            "0.1",
-        ]
-        with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": "xterm"}) as shown:
+        command = [sys.executable, "-m", "deploy.status", f"http://127.0.0.1:{server.server_port}"]
+        environment = os.environ | {"TERM": term}
+        with subprocess.Popen(
+            [*command, "--interval-s", "0.1"], stdin=its, stdout=its, stderr=its, env=environment
+        ) as shown:
             os.close(its)
-            text = b""
-            while text.count(b"decode-0") < 2:  # the first look is drawn before a signal is expected
-                text += os.read(terminal, 65536)
-            shown.send_signal(number)
-            with suppress(OSError):  # EIO: nobody has it open any more
-                while more := os.read(terminal, 65536):
-                    text += more
-            assert shown.wait(60) == 0
+            yield shown, terminal
         os.close(terminal)
         server.shutdown()
-        thread.join()
+        thread.join(60)
+
+
+def test_a_terminal_that_cannot_be_drawn_anew_is_shown_it_once() -> None:
+    with on_a_terminal("dumb") as (shown, terminal):
+        text = b""
+        with suppress(OSError):  # EIO: nobody has it open any more
+            while more := os.read(terminal, 65536):
+                text += more
+        assert shown.wait(60) == 0
+    assert text.count(b"decode-0") == 1 and b"\x1b" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_is_left_as_it_was_whichever_signal_ends_it(number: signal.Signals) -> None:
+    with on_a_terminal("xterm") as (shown, terminal):
+        text = b""
+        while text.count(b"decode-0") < 2:  # the first look is drawn before a signal is expected
+            text += os.read(terminal, 65536)
+        shown.send_signal(number)
+        with suppress(OSError):  # EIO: nobody has it open any more
+            while more := os.read(terminal, 65536):
+                text += more
+        assert shown.wait(60) == 0
     for shows, hides in ((b"\x1b[?1049l", b"\x1b[?1049h"), (b"\x1b[?25h", b"\x1b[?25l")):
         assert text.rfind(shows) > text.rfind(hides) >= 0

@@ -218,6 +218,9 @@ def test_it_is_imported_soon_and_without_what_is_not_its_business() -> None:
 def test_an_empty_name_for_the_model_and_an_empty_host_are_refused() -> None:
     with pytest.raises(ValueError, match="--served-model-name: must not be empty"):
         RouterConfig(model=Path("m"), served_model_name="")
+    with pytest.raises(ValueError, match=r"--model 'm.udcff': is no name that clients could ask for"):
+        RouterConfig(model=Path("m\udcff"))
+    assert RouterConfig(model=Path("m\udcff"), served_model_name="m").served_model_name == "m"
     with pytest.raises(ValueError, match="--host: must be an address of this machine, or"):
         RouterConfig(model=Path("m"), host="")
 
