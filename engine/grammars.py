@@ -20,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from engine.grammar_parts import parts_of
 from engine.plan import Grammar
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ _WALKS, _WALK_TOKENS, _WALKS_S = 2, 64, 1.0
 # And how long it may take over a token that is taken, which mostly is a hundredth of it: a completion that goes on elsewhere is
 # followed anew from its beginning, and a step waits for that.
 ADD_S: Final = 0.0005
-_OF_JSON: Final = ("json_schema", "structural_tag")  # kinds
 _MAX_BLANKS: Final = 16  # between two tokens of JSON: a line break and what a few levels are indented by
 _BITS: Final = 32  # of a word of xgrammar's masks
 # In JSON no control character stands for itself but as white space. xgrammar 0.2 lets strings of a bounded length have all but
@@ -62,19 +63,26 @@ class GrammarError(ValueError):
 class Vocabulary:
     """What of a model's tokens can be text: xgrammar takes any bytes for a character that begin and go on like one.
 
-    `of_text` and `of_json`, a bit for each token: those whose own bytes can be; ends are among them, and so are special tokens,
-    which a grammar allows only where it names them. `behind`: of the first bytes of characters that not every byte may follow
-    (RFC 3629, section 4), the tokens that may.
+    `of_text` and `of_json`, a bit for each token: those whose own bytes can be, so no special ones.
+    `behind`: of the first bytes of characters that not every byte may follow (RFC 3629, section 4), the tokens that may.
     """
 
     def __init__(self, spelled: Sequence[bytes], special: Collection[int] = ()) -> None:
         self.spelled = spelled
         is_text = np.array([_is_utf8_piece(each) for each in spelled], np.bool_)
-        is_text[[token_id for token_id in special if token_id < len(spelled)]] = True
+        self._special = frozenset(special)
         controls = [any(byte < 0x20 and byte not in _JSON_CONTROLS for byte in each) for each in spelled]
         self.of_text, self.of_json = _packed(is_text), _packed(is_text & ~np.array(controls, np.bool_))
         firsts = np.array([each[0] if each else 0 for each in spelled], np.int64)
+        self._num_bytes = len(self.of_text)
         self.behind = {lead: _packed((firsts >= low) & (firsts <= high)) for lead, (low, high) in _SECOND_BYTES.items()}
+
+    def named(self, token_ids: Collection[int]) -> NDArray[np.uint8]:
+        """Bits as those, of these tokens where they are special: a grammar has named them."""
+        bits = np.zeros(self._num_bytes, np.uint8)
+        for token_id in self._special.intersection(token_ids):
+            bits[token_id >> 3] |= 1 << (token_id & 7)
+        return bits
 
 
 def _packed(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -99,11 +107,16 @@ class Constraint:
     """What one completion may go on with. A grammar that could not be had, or a completion that is none of it, allows nothing."""
 
     def __init__(
-        self, matcher: xgrammar.GrammarMatcher | None, vocabulary: Vocabulary, vocab_size: int, *, is_json: bool
+        self,
+        matcher: xgrammar.GrammarMatcher | None,
+        vocabulary: Vocabulary,
+        vocab_size: int,
+        usable: NDArray[np.uint8],
     ) -> None:
+        """usable: a bit for each token that its kind of text can have."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._usable = vocabulary.of_json if is_json else vocabulary.of_text
+        self._usable = usable
         self._last_byte = 0
         self._words = np.empty((1, -(-vocab_size // _BITS)), np.int32)
         self._bits: NDArray[np.uint8] = self._words.view(np.uint8)[0]
@@ -193,7 +206,13 @@ class Grammars:
             return _key(grammar) in self._compiled
 
     def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
-        """Compile it, try it, and follow it along a completion; raises GrammarError if nothing can follow, or too slowly."""
+        """Compile it, try it, and follow it along a completion; raises GrammarError if nothing can follow, or too slowly.
+
+        What a structural tag is made of is tried by itself: no text at random gets as far as each of its parts.
+        """
+        if grammar.kind == "structural_tag":
+            for kind, text in parts_of(grammar.text).grammars:
+                self._find(replace(grammar, kind=kind, text=text), tries=True)
         self._find(grammar, tries=True)
         constraint = self.constraint(grammar, generated_token_ids)
         allowed = constraint.allowed()
@@ -207,7 +226,7 @@ class Grammars:
         try:
             compiled = self._find(grammar)
         except GrammarError:
-            return Constraint(None, self._vocabulary, self._vocab_size, is_json=False)
+            return Constraint(None, self._vocabulary, self._vocab_size, self._vocabulary.of_text)
         constraint = self._constraint(compiled, grammar)
         for token_id in generated_token_ids:
             constraint.add(token_id)
@@ -217,7 +236,11 @@ class Grammars:
         from xgrammar import GrammarMatcher
 
         matcher = GrammarMatcher(compiled, override_stop_tokens=[*grammar.end_token_ids])
-        return Constraint(matcher, self._vocabulary, self._vocab_size, is_json=grammar.kind in _OF_JSON)
+        parts = parts_of(grammar.text if grammar.kind == "structural_tag" else "")
+        is_json = parts.has_json or grammar.kind == "json_schema"
+        usable = self._vocabulary.of_json if is_json else self._vocabulary.of_text
+        named = self._vocabulary.named(parts.token_ids.union(grammar.end_token_ids))
+        return Constraint(matcher, self._vocabulary, self._vocab_size, usable | named)
 
     def _try(self, compiled: xgrammar.CompiledGrammar, grammar: Grammar) -> None:
         """Follow a few texts; raises GrammarError where that takes so long that a step would wait for it.

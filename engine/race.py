@@ -8,7 +8,7 @@ is no likelier, and those before it run once more; where that is too close to te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from engine.draw import Draw
 from engine.gumbel import gumbel_noise, noise_of, noise_stream
 from engine.truncation import Row, is_left, kept, truncates
 from kernels.interface import Contenders, Few, Kernels
+
+ROWS_AT_ONCE: Final = 8  # that are copied; a row of a large vocabulary is a megabyte, and so many share a call
 
 
 class Winner(NamedTuple):
@@ -126,8 +128,15 @@ def _those_before(
     kernels: Kernels,
 ) -> dict[int, Few | None]:
     """Of each of these rows who can win among those that are likelier than this token. None: too many to tell."""
-    if not out:
-        return {}
+    few: dict[int, Few | None] = {}
+    for first in range(0, len(out), ROWS_AT_ONCE):
+        few |= _some_before(logits, draws, greatest, dict([*out.items()][first : first + ROWS_AT_ONCE]), kernels)
+    return few
+
+
+def _some_before(
+    logits: Tensor, draws: Sequence[Draw], greatest: NDArray[np.float32], out: Mapping[int, int], kernels: Kernels
+) -> dict[int, Few | None]:
     values = np.empty((len(out), logits.shape[1]), np.float32)
     for own, (row, token_id) in zip(values, out.items(), strict=True):
         heights = below(logits[row], greatest[row])

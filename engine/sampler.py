@@ -33,14 +33,13 @@ from torch import Tensor
 
 from engine.draw import Draw, changed, changes_logits, is_raced, touched_ids
 from engine.plan import BROKEN_ROW
-from engine.race import below, draw_one, draw_raced, is_winner_left, warmth, winner_of
+from engine.race import ROWS_AT_ONCE, below, draw_one, draw_raced, is_winner_left, warmth, winner_of
 from engine.truncation import truncates
 from kernels.interface import Contenders, Kernels
 
 _LIMITS: Final = np.array(
     [-np.inf, np.inf], np.float32
 )  # of the logit of a token that is banned, and of one that is not
-_ROWS_AT_ONCE: Final = 8  # that are changed; a row in double precision is a megabyte, and so many share a call
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None) -> list[int]:
@@ -95,8 +94,8 @@ def _draw_changed(
 ) -> dict[int, int]:
     """Draw in each of these rows from what bias, bans and penalties make of it."""
     drawn: dict[int, int] = {}
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        some = rows[first : first + _ROWS_AT_ONCE]
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[first : first + ROWS_AT_ONCE]
         few = _unchanged_few(logits, draws, some, kernels)
         for row, unchanged in zip(some, few, strict=True):
             drawn[row] = _draw_one_changed(logits[row].double().numpy(), draws[row], unchanged, kernels)

@@ -18,7 +18,8 @@ class ChoiceReader:
         self._calls = calls
         self._thoughts = thoughts
         self._num_before = len(text_before)
-        self._num_undecided = 0  # tokens that may be of a thought
+        self._undecided: list[int] = []  # where tokens begin that may be of a thought
+        self._is_counted = False  # none that follows is
         self.num_thought_tokens = 0  # the tags' included
         self.push(text_before)
 
@@ -36,15 +37,15 @@ class ChoiceReader:
         """What more text lets be told, and where in all of it tokens begin (answer.py's Piece)."""
         if self._thoughts is None:
             return self._told("", text)
-        was_decided = self._is_decided(self._thoughts)
         told = self._told(*self._thoughts.push(text))
-        if not was_decided:
-            self._count(self._thoughts, offsets)
+        self._count(self._thoughts, offsets)
         return told
 
     def finish(self) -> list[Told]:
         """What is left, since none follows."""
         told = [] if self._thoughts is None else self._told(*self._thoughts.finish())
+        if self._thoughts is not None and self._thoughts.is_thinking:
+            self.num_thought_tokens += len(self._undecided)
         return told if self._calls is None else [*told, *self._calls.finish()]
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -57,20 +58,16 @@ class ChoiceReader:
             return [*told, *self._calls.push(said)]
         return [*told, Said(said)] if said else told
 
-    @staticmethod
-    def _is_decided(thoughts: ThoughtReader) -> bool:
-        return thoughts.is_over or thoughts.end is not None
-
     def _count(self, thoughts: ThoughtReader, offsets: Sequence[int]) -> None:
-        self._num_undecided += len(offsets)
-        if thoughts.end is not None:
-            end = thoughts.end - self._num_before
-            self._num_undecided -= sum(offset >= end for offset in offsets)
-        elif thoughts.is_over:
-            self._num_undecided = 0
-        if thoughts.is_thinking or self._is_decided(thoughts):
-            self.num_thought_tokens += self._num_undecided
-            self._num_undecided = 0
+        """A token is of the thought if it begins in it; one whose text is held back is counted when that comes."""
+        if self._is_counted:
+            return
+        self._undecided += offsets
+        if thoughts.is_thinking or thoughts.end is not None:
+            until = (thoughts.num_read if thoughts.end is None else thoughts.end) - self._num_before
+            self.num_thought_tokens += sum(each < until for each in self._undecided)
+            self._undecided = [each for each in self._undecided if each >= until]
+        self._is_counted = thoughts.is_over or thoughts.end is not None
 
 
 def reader_of(asked: Asked, choice: int) -> ChoiceReader | None:

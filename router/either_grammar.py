@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from router.chat_types import ChatBody, Function
 from router.events import Grammar
-from router.forced_calls import NO_ARGUMENTS, is_of_objects
+from router.forced_calls import NO_ARGUMENTS, calls_schema, is_of_objects
 from router.openai_types import ApiError, bad_request
 from router.schema_words import plain
 from router.structured import ANY_OBJECT, check_size, ending_with, grammar_of, schema_grammar
@@ -48,7 +48,9 @@ def either_grammar(
 def _calls(body: ChatBody, syntax: ToolSyntax, ids: Mapping[str, int]) -> Format:
     """One call or more."""
     functions = [tool.function for tool in body.tools]
-    arguments = [_arguments(function, position) for position, function in enumerate(functions)]
+    followed = [_followed(function, position) for position, function in enumerate(functions)]
+    schema_grammar(calls_schema(followed, is_one=False), "tools")  # all together may be too much
+    arguments = [_json_of(function) for function in followed]
     key, mark = syntax.argument_keys[0] if not syntax.bare else syntax.argument_keys[-1], piece(syntax.mark, ids)
     if syntax.is_named and "[ARGS]" in ids:
         named = [
@@ -70,17 +72,22 @@ def _calls(body: ChatBody, syntax: ToolSyntax, ids: Mapping[str, int]) -> Format
     return _repeated(sequence(mark, _text("\n"), objects, _text("\n"), piece(syntax.closes, ids)), "\n", body)
 
 
-def _arguments(function: Function, position: int) -> Format:
+def _followed(function: Function, position: int) -> Function:
+    """The same with a schema that a grammar can say. Raises ApiError."""
     field, parameters = f"tools.{position}.function.parameters", function.parameters or NO_ARGUMENTS
     try:
-        grammar = schema_grammar(parameters, field)
+        schema_grammar(parameters, field)
         if not is_of_objects(plain(parameters)):
             raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
     except ApiError:
         if function.strict:
             raise
-        grammar = schema_grammar(ANY_OBJECT, field)
-    return json_format(grammar.text)
+        parameters = dict(ANY_OBJECT)
+    return function.model_copy(update={"parameters": parameters})
+
+
+def _json_of(function: Function) -> Format:
+    return json_format(schema_grammar(function.parameters, "tools").text)
 
 
 def json_format(schema: str, *, is_compact: bool = False) -> Format:

@@ -288,7 +288,8 @@ def _messages(items: list[MessageItem | CallItem | OutputItem | ReasoningItem]) 
     for item in items:
         match item:
             case ReasoningItem():
-                thought = {"reasoning_content": "".join([part.text for part in item.content or []])}
+                told = "".join([part.text for part in item.content or item.summary])
+                thought = {"reasoning_content": "\n\n".join([*thought.values(), told])} if told else thought
             case MessageItem():
                 of_assistant = thought if item.role == "assistant" else {}
                 messages.append({"role": item.role, "content": _text(item.content)} | of_assistant)

@@ -21,6 +21,8 @@ def behind_thought(grammar: Grammar, special: Mapping[int, str]) -> Grammar:
     """The same where a thought comes first; raises ApiError. special: tags that are special tokens, and so no text, by id."""
     ids = {text: token_id for token_id, text in special.items()}
     thought: Format = {"type": "any_text", "excludes": [CLOSES]}
+    if CLOSES in ids:  # which is no text, so that any text would have it
+        thought = {"type": "any_tokens", "exclude_tokens": [ids[CLOSES]]}
     tag = sequence(thought, piece(CLOSES, ids), {"type": "regex", "pattern": _BLANKS}, _format(grammar))
     text = json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
     check_size(text, grammar.field)

@@ -47,11 +47,11 @@ class ThoughtReader:
         self._is_bare = True  # nothing has been told since a tag
         self._spills = False  # white space was told that was too much to be held back; more of it is told as it comes
         self._held = ""
-        self._num_read = 0
+        self.num_read = 0  # characters
 
     def push(self, text: str) -> Parted:
         """What more text lets be told."""
-        self._num_read += len(text)
+        self.num_read += len(text)
         rest, self._held = self._held + text, ""
         if self._is_opening:
             opening = rest.lstrip()
@@ -94,7 +94,7 @@ class ThoughtReader:
             return shown, None
         self.is_thinking = False
         behind = rest[at + len(CLOSES) :]
-        self.end = self._num_read - len(behind)
+        self.end = self.num_read - len(behind)
         return shown, behind
 
     def finish(self) -> Parted:

@@ -65,7 +65,7 @@ export class Chat {
       await chat(body, requestId, this.abort.signal, (chunk) => {
         if (answer.take(chunk) && kills && answer.pieces.length === KILLED_AFTER) this.#killNow(requestId, answer);
       });
-      this.turns.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
+      if (answer.said) this.turns.push({ role: "user", content: prompt }, { role: "assistant", content: answer.said });
     } catch (error) {
       if (error.name === "AbortError") answer.fail("Stopped.");
       else answer.fail(error.message);
@@ -129,8 +129,8 @@ export class Chat {
 class Answer {
   constructor(prompt, kill) {
     this.text = "";
-    this.hasThought = false; // something, which stands in front of what it says
-    this.hasSaid = false;
+    this.said = ""; // of the text what is no thought
+    this.hasThought = false; // which stands in front
     this.begunAt = performance.now();
     this.pieces = []; // {at: seconds since it was sent, length: of the text by then}
     this.takeovers = 0;
@@ -168,8 +168,8 @@ class Answer {
     const said = delta.content || "";
     const beforeThought = thought && !this.hasThought ? "Thinks: " : "";
     this.hasThought ||= Boolean(thought);
-    const beforeSaid = said && this.hasThought && !this.hasSaid ? "\n\n" : "";
-    this.hasSaid ||= Boolean(said);
+    const beforeSaid = said && this.hasThought && !this.said ? "\n\n" : "";
+    this.said += said;
     return beforeThought + thought + beforeSaid + said;
   }
 

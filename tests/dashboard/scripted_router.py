@@ -78,6 +78,7 @@ class ScriptedRouter:
         self.kill: Callable[[str], Asked] = lambda name: (200, {"killed": name})
         self.chat: Callable[[], Iterator[bytes]] = lambda: iter(())
         self.killed: list[str] = []
+        self.chats: list[dict[str, Any]] = []  # bodies
         self.keys: set[str | None] = set()
         self.asked: list[str] = []  # paths
 
@@ -124,6 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != CHAT:
             self._tell(*self.script.answer(self.path, body))
             return
+        self.script.chats.append(json.loads(body))
         self._send(200, b"", "text/event-stream", is_whole=False)
         for data in self.script.chat():
             self.wfile.write(b"data: " + data + b"\n\n")

@@ -190,6 +190,11 @@ def test_what_the_model_thinks_stands_in_front_of_what_it_says(page: Browser, ro
     page.wait("return document.querySelectorAll('.cursor').length === 0 && document.querySelector('.answer')")
     told = page.wait("return document.querySelector('.answer:last-child .answer-text')?.textContent")
     assert told == "Thinks: So So \n\nYes. Yes."
+    page.write("#prompt", "and?" + ENTER)
+    page.wait(
+        "return document.querySelectorAll('.answer').length === 2 && document.querySelectorAll('.cursor').length === 0"
+    )
+    assert router.chats[-1]["messages"][1] == {"role": "assistant", "content": "Yes. Yes."}, "no thought goes back"
 
 
 @pytest.mark.parametrize("data", [b"{", b"null", b"{}", b'{"choices": null}'])

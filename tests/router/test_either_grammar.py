@@ -48,6 +48,8 @@ FUNCTIONS: Final[list[dict[str, Any]]] = [
     {"name": "now"},
     {"name": "odd", "parameters": STRANGE},
 ]
+TEXT: Final = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 15_000}}}
+LONG: Final[dict[str, Any]] = {"type": "function", "function": {"parameters": TEXT}}
 OSLO, ODD = '{"city": "Oslo"}', '{"any": ["thing"]}'
 
 
@@ -149,6 +151,10 @@ def test_what_could_not_be_followed_is_refused_where_it_was_promised() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": strict}, r'tools\.0\.function\.parameters.*"not" is not supported'),
         ({"ignore_eos": True}, "needs the model's end of text"),
+        (
+            {"tools": [LONG | {"function": LONG["function"] | {"name": name}} for name in "ab"]},
+            "^tools: .* together are",
+        ),
         ({"response_format": {"type": "json_schema"}}, "json_schema: is required"),
     ]
     for fields, words in cases:

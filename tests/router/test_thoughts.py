@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine import plan
 from engine.byte_tokenizer import END_OF_TEXT, write_tokenizer
-from engine.grammars import Grammars
+from engine.grammars import GrammarError, Grammars
 from proto import baton_pb2 as pb
 from router.api import ApiSettings
 from router.choice_reader import ChoiceReader
@@ -103,6 +103,18 @@ def test_a_thoughts_tokens_are_counted_however_they_come(cuts: list[int], before
         reader.push(SAID[before + begin : before + end], range(begin, end, 2))
     left = max(0, SAID.index("</think>") + len("</think>") - before)
     assert reader.num_thought_tokens == -(-left // 2)
+
+
+@pytest.mark.covers("A05")
+def test_a_token_whose_text_is_held_back_counts_by_where_it_begins() -> None:
+    """As a stop string's beginning is: `</think>Hello world!` may be one."""
+    pieces = [("ab", [0]), ("", [2]), ("", [10]), ("", [15]), ("</think>Hello world", [21]), (" bye", [])]
+    for grouped in (pieces, [("".join(text for text, _ in pieces), [at for _, offsets in pieces for at in offsets])]):
+        reader = ChoiceReader(None, ThoughtReader(Thinking.BEGUN))
+        for text, offsets in grouped:
+            reader.push(text, offsets)
+        reader.finish()
+        assert reader.num_thought_tokens == 2
 
 
 def message_of(text: str) -> dict[str, Any]:
@@ -288,8 +300,9 @@ def test_a_response_has_an_item_for_the_thought_that_goes_back(model: Path) -> N
             assert tuple(deltas.values()) == PARTED
             assert [item.type for item in final.output] == ["reasoning", "message"]
             sent: list[Any] = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in whole.output)]
+            sent.insert(1, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "First."}]})
             await client.responses.create(model=MODEL_NAME, input=[*sent, {"role": "user", "content": "and?"}])
-            assert f"<think>{PARTED[0]}</think>{PARTED[1]}" in told_of(router, model)
+            assert f"<think>First.\n\n{PARTED[0]}</think>{PARTED[1]}" in told_of(router, model)
 
     play(model, scenario, saying(SAID))
 
@@ -320,6 +333,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
         (Grammar("json_schema", '{"type": "object"}'), '{"a": [1]}', "no"),
         (Grammar("json_schema", '{"type": "array"}', is_compact=True), '["a",{"b": 1}]', '["a",  1]'),
         (Grammar("regex", "[ab]{2}"), "ab", "abc"),
+        (Grammar("regex", "\\t+x"), "\t\tx", "\tx "),
         (Grammar("ebnf", 'root ::= "yes" | "no"'), "no", "nay"),
         (
             Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}'),
@@ -327,7 +341,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
             "y",
         ),
     ],
-    ids=["json", "compact", "regex", "ebnf", "tag"],
+    ids=["json", "compact", "regex", "tab", "ebnf", "tag"],
 )
 def test_behind_any_thought_the_answer_is_bound_as_it_would_be_without(
     grammars: Grammars, grammar: Grammar, good: str, bad: str, special: dict[int, str]
@@ -352,3 +366,21 @@ def test_behind_any_thought_the_answer_is_bound_as_it_would_be_without(
             assert can_be_said(f"{thought}</think>{blanks}{good}")
             assert not can_be_said(f"{thought}</think>{blanks}{bad}")
     assert not can_be_said(good) and not can_be_said("So")
+    constraint = grammars.constraint(bound)
+    for token_id in [*b"hm", *([256] if special else b"</think>")]:
+        allowed = constraint.allowed()
+        assert allowed is not None and allowed[token_id] and not allowed[[258, 259]].any(), (
+            "special tokens are no thought"
+        )
+        constraint.add(token_id)
+    allowed = constraint.allowed()
+    assert allowed is not None and not allowed[ord("S")] and not allowed[256], "the thought is over"
+
+
+@pytest.mark.covers("A14")
+def test_what_would_take_too_long_to_be_followed_is_refused_behind_a_thought_too(grammars: Grammars) -> None:
+    slow = Grammar("regex", "([a-z]{1,99}){1,99}")
+    made = behind_thought(replace(slow, end_token_ids=(END_OF_TEXT,)), {})
+    for kind, text in ((slow.kind, slow.text), (made.kind, made.text)):
+        with pytest.raises(GrammarError, match="too many ways"):
+            grammars.check(plan.Grammar(kind, text, False, (END_OF_TEXT,)))
