@@ -70,10 +70,8 @@ def below(logits: Tensor, greatest: np.float32) -> NDArray[np.float32]:
 
 def is_winner_left(row: NDArray[np.float64], winner: Winner, draw: Draw, kernels: Kernels) -> bool | None:
     """Whether top_p and min_p leave who has won among all of a row that is told relative to its greatest. None: too close."""
-    draws, winners = [draw], {0: winner}
-    return _verdicts(torch.from_numpy(row.astype(np.float32))[None], draws, np.zeros(1, np.float32), winners, kernels)[
-        0
-    ]
+    logits = torch.from_numpy(row.astype(np.float32))[None]
+    return _verdicts(logits, [draw], np.zeros(1, np.float32), {0: winner}, kernels)[0]
 
 
 def _winners(draws: Sequence[Draw], greatest: NDArray[np.float32], few: Mapping[int, Few]) -> dict[int, Winner]:
