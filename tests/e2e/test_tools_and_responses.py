@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import jsonschema_rs
 import openai
 import pytest
@@ -62,7 +63,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("tools")
     model = folder / MODEL
     shutil.copytree(tiny_model, model)
-    (model / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    (model / "chat_template.jinja").write_text(HERMES_TEMPLATE + "{% if begun %}<think>\n{% endif %}{# </think> #}")
     flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
     with started_role_by_role(model, folder, flags) as running:
         yield running
@@ -206,3 +207,21 @@ def test_of_an_automatic_choice_beside_a_format_either_comes_and_fits(client: op
         arguments = item.arguments if item.type == "function_call" else response.output_text
         named = SCHEMAS[item.name] if item.type == "function_call" else schema
         jsonschema_rs.validate(named, json.loads(arguments))
+
+
+@pytest.mark.covers("A01", "A14", "R09")
+def test_behind_a_thought_that_the_prompt_has_begun_the_format_binds(cluster: RoleByRole) -> None:
+    """The thought is given, as to a choice that was handed up: a model whose weights are random ends none."""
+    format_ = {"type": "json_schema", "json_schema": {"name": "report", "schema": PARAMETERS}}
+    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "response_format": format_, "seed": 8}
+    asked |= {"chat_template_kwargs": {"begun": True}, "generated_token_ids": [*b"Let me {see}.\n</think>\n"]}
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=asked, timeout=120).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and "reasoning_content" not in choice["message"], (
+        "somebody else has told it"
+    )
+    jsonschema_rs.validate(PARAMETERS, json.loads(choice["message"]["content"]))
+    asked |= {"generated_token_ids": [*b"Let me {see}."], "max_tokens": 40}
+    (choice,) = httpx.post(f"{cluster.url}/v1/chat/completions", json=asked, timeout=120).json()["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["reasoning_content"], "it goes on thinking"
+    assert choice["message"]["content"] == ""
