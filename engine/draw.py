@@ -80,9 +80,9 @@ def changed(values: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
 def touched_ids(draw: Draw) -> list[NDArray[np.int64]]:
     """The ids whose logits bias, a ban of stop tokens, or penalties may change."""
     sampling = draw.sampling
-    changed = [np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)]
+    touched = [np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)]
     if _bans_stops(draw):
-        changed.append(np.array([*sampling.stop_token_ids], np.int64))
+        touched.append(np.array([*sampling.stop_token_ids], np.int64))
     if draw.counts is not None:
-        changed.append(draw.counts.token_ids)
-    return changed
+        touched.append(draw.counts.token_ids)
+    return touched

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.plan import SamplingParams
 
 # A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no score this far below the greatest can win.
-NOISE_SPAN: Final = 41.0
+_NOISE_SPAN: Final = 41.0
 # top_p sorts so many of the likeliest tokens first, and all where they have too little of the probability.
 _FIRST_SORTED: Final = 256
 _GROUPS_EACH: Final = 3  # of a row, whose greatest values bound the largest ones, for each that is looked for
@@ -50,7 +50,7 @@ def kept(below: Row, sampling: SamplingParams) -> Kept:
             token_ids = _nucleus(below, sampling)
             scores = _scores(below[token_ids], sampling)
         else:
-            floor = -NOISE_SPAN if sampling.min_p == 0 else float(np.log(sampling.min_p))
+            floor = -_NOISE_SPAN if sampling.min_p == 0 else float(np.log(sampling.min_p))
             token_ids = np.flatnonzero(below >= (floor - _LOGARITHM_LOSS) * sampling.temperature)
             scores = _scores(below[token_ids], sampling)
     if sampling.min_p > 0:

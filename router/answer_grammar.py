@@ -41,8 +41,9 @@ def answer_grammar(
     Where the prompt has begun a thought that comes first, and else nothing does: who binds an answer wants it at once.
     """
     grammar = _bare(body, tools, text)
-    is_behind = grammar is not None and thinking is Thinking.BEGUN
-    return behind_thought(grammar, text.spelled(TAGS)) if grammar is not None and is_behind else grammar
+    if grammar is None or thinking is not Thinking.BEGUN:
+        return grammar
+    return behind_thought(grammar, text.spelled(TAGS))
 
 
 def _bare(body: CompletionBody | ChatBody, tools: ToolUse | None, text: TokenText) -> Grammar | None:

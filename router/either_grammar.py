@@ -48,9 +48,13 @@ def either_grammar(
 def _calls(body: ChatBody, syntax: ToolSyntax, ids: Mapping[str, int]) -> Format:
     """One call or more."""
     functions = [tool.function for tool in body.tools]
-    followed = [_followed(function, position) for position, function in enumerate(functions)]
-    schema_grammar(calls_schema(followed, is_one=False), "tools")  # all together may be too much
-    arguments = [_json_of(function) for function in followed]
+    schemas = [_schema(function, position) for position, function in enumerate(functions)]
+    together = [
+        function.model_copy(update={"parameters": schema})
+        for function, (schema, _) in zip(functions, schemas, strict=True)
+    ]
+    schema_grammar(calls_schema(together, is_one=False), "tools")  # may be too much, where none is by itself
+    arguments = [json_format(followed) for _, followed in schemas]
     key, mark = syntax.argument_keys[0] if not syntax.bare else syntax.argument_keys[-1], piece(syntax.mark, ids)
     if syntax.is_named and "[ARGS]" in ids:
         named = [
@@ -72,22 +76,19 @@ def _calls(body: ChatBody, syntax: ToolSyntax, ids: Mapping[str, int]) -> Format
     return _repeated(sequence(mark, _text("\n"), objects, _text("\n"), piece(syntax.closes, ids)), "\n", body)
 
 
-def _followed(function: Function, position: int) -> Function:
-    """The same with a schema that a grammar can say. Raises ApiError."""
+def _schema(function: Function, position: int) -> tuple[dict[str, Any], str]:
+    """What its arguments fit, as it was written, and as a grammar says it. Raises ApiError."""
     field, parameters = f"tools.{position}.function.parameters", function.parameters or NO_ARGUMENTS
     try:
-        schema_grammar(parameters, field)
+        followed = schema_grammar(parameters, field)
         if not is_of_objects(plain(parameters)):
             raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
     except ApiError:
         if function.strict:
             raise
         parameters = dict(ANY_OBJECT)
-    return function.model_copy(update={"parameters": parameters})
-
-
-def _json_of(function: Function) -> Format:
-    return json_format(schema_grammar(function.parameters, "tools").text)
+        followed = schema_grammar(parameters, field)
+    return parameters, followed.text
 
 
 def json_format(schema: str, *, is_compact: bool = False) -> Format:

@@ -21,9 +21,8 @@ class ToolUse:
     syntax: ToolSyntax
     names: frozenset[str]
     is_parallel: bool  # else only the first call counts
-    is_either: bool = (
-        False  # the text begins with a call, and is nothing but calls, or is none at all: a grammar sees to it
-    )
+    # A grammar sees to it that the text is nothing but calls, and begins with one, or has none at all.
+    is_either: bool = False
 
 
 @dataclass(frozen=True, slots=True)

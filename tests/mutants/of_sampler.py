@@ -39,7 +39,7 @@ MUTANTS: Final = (
         "said-tokens-run-unchanged",
         "What a penalty made likelier is not among those that run.",
         "engine/draw.py",
-        "        changed.append(draw.counts.token_ids)",
+        "        touched.append(draw.counts.token_ids)",
         "        pass",
         _RACES,
     ),
